@@ -34,7 +34,7 @@ def chat(**given: Any) -> None:
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
     with Work() as work:
         start_libraries(work, given["model"], given["assistant_model"])
-        generator = load_generator(work, given["model"], settings)
+        generator = load_generator(work, given["model"], settings, given["adapter"])
         if given["assistant_model"] is not None:
             parameters["assistant_model"] = given["assistant_model"]
         talk = generator.chat(

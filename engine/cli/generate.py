@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
 from engine.cli.libraries import load_generator, start_libraries
-from engine.cli.lines import Lines, digests_of, open_lines, write_lines
+from engine.cli.lines import Lines, digests_of, opened, write_lines
 from engine.cli.progress import Work
 from engine.errors import OptionError
 from engine.tables import counted, terminal_width
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @options.takes(options.GENERATE)
 def generate(**given: Any) -> None:
     """Continue PROMPT. Greedy, unless the model's own settings or an option ask for sampling or for a search."""
-    is_many = given["jsonl"] is not None
+    is_many = given["jsonl"] is not None or values.are_lines(given["file"] or [])
     settings = values.engine_config(given["config"], given)
     if settings.tp > 1 and values.reads_standard_input(given["prompt"] or [], given["file"] or []):
         raise OptionError(f"--tp {settings.tp}: standard input is that of one process: give PROMPT or a --file")
@@ -30,20 +30,23 @@ def generate(**given: Any) -> None:
     rows = len(texts) * (per_text if isinstance(per_text, int) else 1)
     if given["stream"] and rows > 1 and not is_many and not given["as_json"]:
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which has the row of each text")
-    if is_many and (given["stream"] or given["as_json"] or given["stats"]):
+    if given["jsonl"] is not None and (given["stream"] or given["as_json"] or given["stats"]):
         raise OptionError("--jsonl writes into a file, and prints no text: leave --stream, --json and --stats out")
+    if is_many and (given["stream"] or given["stats"]):
+        raise OptionError("for the lines of a .jsonl file JSON is printed, with stats: leave --stream and --stats out")
     if given["system"] is not None and not given["chat"]:
         raise OptionError("--system needs a chat: add --chat")
     cache_config = values.assignments(given["cache_option"], "--cache-option") or None
+    texts, labels = values.without_labels(texts) if is_many else (texts, [])
     inputs = values.chats(texts, given["system"]) if given["chat"] else texts
     is_first = values.is_first_rank(settings)
-    lines = _lines(given, inputs, parameters, settings) if is_many else None
+    lines = _lines(given, inputs, labels, parameters, settings) if is_many else None
     if not is_first:
         output.mute()
         given["stats"] = False
     with Work(is_first) as work:
         start_libraries(work, given["model"], given["assistant_model"])
-        generator = load_generator(work, given["model"], settings)
+        generator = load_generator(work, given["model"], settings, given["adapter"])
         if given["assistant_model"] is not None:
             parameters["assistant_model"] = given["assistant_model"]
         if lines is not None:
@@ -59,13 +62,21 @@ def generate(**given: Any) -> None:
         output.remark(f"(ended at the limit of {counted(most, 'token')}: --max-new-tokens or -n sets another)")
 
 
-def _lines(given: dict[str, Any], inputs: list[Any], parameters: dict[str, Any], settings: EngineConfig) -> Lines:
-    """The file of `--jsonl`. Digests leave out where and how steps are computed: after a run that was out of memory,
-    another may go on with other settings of these."""
+def _lines(
+    given: dict[str, Any],
+    inputs: list[Any],
+    labels: list[dict[str, Any]],
+    parameters: dict[str, Any],
+    settings: EngineConfig,
+) -> Lines:
+    """The lines of many prompts. Digests leave out where and how steps are computed: after a run that was out of
+    memory, another may go on with other settings of these."""
     asked = [given[name] for name in ("model", "assistant_model", "cache", "cache_option")]
+    asked += [] if given["adapter"] is None else [str(given["adapter"])]
     configured = [settings.to_dict()[name] for name in ("cache", "dtype", "weights")]
     digests = digests_of(inputs, [parameters, asked, configured])
-    return open_lines(given["jsonl"], given["file"] or [], digests, writes=values.is_first_rank(settings))
+    lines = Lines(given["jsonl"], digests, labels, writes=values.is_first_rank(settings))
+    return lines if lines.path is None else opened(lines, lines.path, given["file"] or [])
 
 
 def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None) -> Generation:

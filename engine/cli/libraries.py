@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from engine.cli.progress import Work
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from configs import EngineConfig
     from engine.generator import Generator
 
@@ -36,10 +38,13 @@ def start_libraries(work: Work, *models: str | None) -> None:
     huggingface_hub.utils.disable_progress_bars()
 
 
-def load_generator(work: Work, path: str | None, config: EngineConfig) -> Generator:
-    """path: None for the shipped model."""
+def load_generator(work: Work, path: str | None, config: EngineConfig, adapter: Path | None = None) -> Generator:
+    """path: None for the shipped model. adapter: the folder of one for it."""
     from engine.generator import Generator
-    from engine.model.loading import SHIPPED_MODEL
+    from engine.model.loading import SHIPPED_MODEL, load_with_adapter
 
     work.doing("loading the model")
-    return Generator(SHIPPED_MODEL if path is None else path, config=config)
+    source = SHIPPED_MODEL if path is None else path
+    if adapter is None:
+        return Generator(source, config=config)
+    return Generator(*load_with_adapter(source, adapter, config), config)

@@ -1,4 +1,4 @@
-"""`engine generate --jsonl FILE`: many prompts together, a line of JSON for each in a file that can be resumed."""
+"""Many prompts of `engine generate` together, a line of JSON for each: printed, or in a file that can be resumed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engine.cli import output
 from engine.cli.rendering import as_json
 from engine.errors import EngineError, OptionError
+from engine.tables import counted
 
 if TYPE_CHECKING:
     from engine.generator import Generator
@@ -24,20 +26,22 @@ _BEGINNINGS = (b'{"index": 0, "digest": "', b'{"index": 0, "rows": [', b'{"index
 
 @dataclass(frozen=True)
 class Lines:
-    """The file of `--jsonl`.
+    """Lines of JSON for many prompts.
 
-    digests: of each prompt and what shapes its text. done: the prompts that have their text in the file. writes: False
-    where another rank of the model writes the lines.
+    path: the file of `--jsonl`; None for standard output. digests: of each prompt and what shapes its text. labels: of
+    each prompt, which its line has too. writes: False where another rank of the model writes the lines. done: the
+    prompts that have their text in the file.
     """
 
-    path: Path
+    path: Path | None
     digests: list[str]
-    done: set[int]
+    labels: list[dict[str, Any]]
     writes: bool
+    done: frozenset[int] = frozenset()
 
 
-def open_lines(path: Path, files: list[Path], digests: list[str], writes: bool) -> Lines:
-    """Read the file, and remove a last line that was not finished from it. files: those of the prompts.
+def opened(lines: Lines, path: Path, files: list[Path]) -> Lines:
+    """Read the file at `path`, and remove a last line that was not finished from it. files: those of the prompts.
 
     Raises `OptionError` if it has other lines than `--jsonl` writes, or texts of other prompts or options.
     """
@@ -47,37 +51,40 @@ def open_lines(path: Path, files: list[Path], digests: list[str], writes: bool) 
     content = path.read_bytes() if path.is_file() else b""  # a pipe has nothing to resume, and reading it would wait
     *complete, rest = content.split(b"\n")
     kept = [found for found in (_read(path, line) for line in complete) if "rows" in found]
-    _check_digests(path, kept, digests)
+    _check_digests(path, kept, lines.digests)
     if rest:
         _check_unfinished(path, rest)
-        if writes:
+        if lines.writes:
             os.truncate(path, len(content) - len(rest))
-    return Lines(path, digests, {found["index"] for found in kept}, writes)
+    return replace(lines, done=frozenset(found["index"] for found in kept))
 
 
 def write_lines(generator: Generator, prompts: list[Any], lines: Lines, parameters: dict[str, Any]) -> None:
     """Generate for the prompts that have no text in the file yet, and add a line for each as it ends."""
-    path, writes = lines.path, lines.writes
+    path = lines.path if lines.writes else Path(os.devnull)
     missing = [index for index in range(len(prompts)) if index not in lines.done]
-    if lines.done and writes:
+    if lines.done and lines.writes:
         output.tell(f"({len(prompts) - len(missing)} of {len(prompts)} prompts have their text in {path} already)")
     failed = 0
     requests = generator.generate_many(
-        [prompts[index] for index in missing], progress=writes and sys.stderr.isatty(), **parameters
+        [prompts[index] for index in missing], progress=lines.writes and sys.stderr.isatty(), **parameters
     )
-    with (path if writes else Path(os.devnull)).open("a", encoding="utf-8") as file:
+    with nullcontext() if path is None else path.open("a", encoding="utf-8") as file:
         for request in requests:
             index, error = missing[request.index], request.error
             if error is None:
                 found = request.result().to_dict()
             else:
                 found, failed = {"error": " ".join(str(error).split())}, failed + 1
-            file.write(as_json({"index": index, "digest": lines.digests[index]} | found) + "\n")
-            file.flush()
+            line = {"index": index, "digest": lines.digests[index]} | lines.labels[index] | found
+            if file is None:
+                output.say_json(line)
+            else:
+                file.write(as_json(line) + "\n")
+                file.flush()
     if failed:
-        raise EngineError(
-            f"{failed} of {len(prompts)} prompts failed: their errors are in {path}; run it again for these"
-        )
+        where = "the lines of these" if path is None else f"{path}; run it again for these"
+        raise EngineError(f"{failed} of {counted(len(prompts), 'prompt')} failed: their errors are in {where}")
 
 
 def digests_of(prompts: list[Any], shapes: Any) -> list[str]:

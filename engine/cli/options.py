@@ -64,13 +64,14 @@ def takes(panels: dict[str | None, dict[str, Declared]]) -> Callable[[Callable[.
 PROMPT = {
     "prompt": argument(list[str], "PROMPT",
         "The text to continue; several are a batch; - or none reads standard input."),
-    "file": option(list[Path], "PATH", "Read the prompt from this file, - is standard input; repeat it for a batch.",
-        "--file", "-f"),
+    "file": option(list[Path], "PATH", "Read the prompt from this file, - is standard input; repeat it for a batch. "
+        "Each line of a file named .jsonl is a prompt, a text or an object, and gets a line of JSON.", "--file", "-f"),
     "chat": flag("The prompt is a user's message to a chat model.", "--chat"),
     "system": option(str, "TEXT", "The system message that comes before it, with --chat."),
 }
 MODEL = {
     "model": option(str, "PATH", "Folder or hub id; default: the small model of the package."),
+    "adapter": option(Path, "FOLDER", "A LoRA adapter for the model, as PEFT saves it."),
     "config": option(str, "NAME_OR_FILE",
         f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; other options override it.",
         autocompletion=presets),

@@ -55,7 +55,7 @@ def _serve(given: dict[str, Any], path: Any, settings: EngineConfig, sockets: li
         from engine.serving.http.server import run
         from engine.serving.http.service import Service
 
-        generator = load_generator(work, path, settings)
+        generator = load_generator(work, path, settings, given["adapter"])
         work.doing("trying some texts")  # wrong options of the cache show here, and what is done once is done
         # OpenMP gives each thread that computes workers of its own, and those of the main thread would stay: with more
         # workers than processors all of them sleep between two products, and requests take a quarter longer.

@@ -27,7 +27,9 @@ _INSTEAD = {"inputs": "PROMPT", "prompt": "PROMPT", "as_json": "--json", "set_op
             "cache_config": "--cache-option", "choices": "--choice",
             "logits_processor": "engine.generate, in Python"}  # fmt: skip
 # Options that are fields of `EngineConfig`.
-_SETTINGS = [name for name in (*options.MODEL, "tp") if name not in ("model", "config")]
+_SETTINGS = [name for name in (*options.MODEL, "tp") if name not in ("model", "adapter", "config")]
+
+_LABELS = ("id", "custom_id")  # of a line of JSON
 
 _PYTHONS = {"True": True, "False": False, "None": None}
 
@@ -151,15 +153,43 @@ def lines(texts: list[str], files: list[Path]) -> list[Any]:
     return [line for file, text in zip(files, found, strict=True) for line in _lines(str(file), text)]
 
 
+def are_lines(files: list[Path]) -> bool:
+    """Whether each line of the files is a prompt, as their names say. Raises `OptionError` where only some say so."""
+    others = [file for file in files if file.suffix != ".jsonl"]
+    if others and len(others) < len(files):
+        raise OptionError(
+            f"{others[0]} is one prompt, and the lines of a .jsonl file are one each: run them apart, or give --jsonl, "
+            "which takes each line of both for a prompt"
+        )
+    return bool(files) and not others
+
+
+def without_labels(prompts: list[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The prompts, and the labels of each, which its output has too."""
+    labels = [{name: one[name] for name in _LABELS if name in one} if isinstance(one, dict) else {} for one in prompts]
+    plain = [
+        {name: value for name, value in one.items() if name not in _LABELS} if isinstance(one, dict) else one
+        for one in prompts
+    ]
+    return plain, labels
+
+
 def _lines(path: str, text: str) -> Iterator[Any]:
     for number, line in enumerate(text.split("\n"), 1):  # `splitlines` ends lines at other characters too
         line = line.removesuffix("\r")
         if not line.strip():
             continue
         try:
-            yield json.loads(line) if path.endswith(".jsonl") else line
+            yield _prompt_of(json.loads(line)) if path.endswith(".jsonl") else line
         except ValueError as error:
             raise OptionError(f"line {number} of {path} is no JSON: {error}") from error
+
+
+def _prompt_of(line: Any) -> Any:
+    """The prompt of a line of JSON: an object may name it `messages`, as in a request of OpenAI's protocol."""
+    if isinstance(line, dict) and "messages" in line and "prompt" not in line:
+        return {"prompt" if name == "messages" else name: value for name, value in line.items()}
+    return line
 
 
 def checked(text: str, where: str) -> str:

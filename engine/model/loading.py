@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import find_adapter_config_file
 
 from caches.out_of_memory import is_out_of_memory
 from caches.torch_api import inside_compiled
 from configs import EngineConfig
 from engine.errors import EngineError, InputError, OptionError
-from engine.model.location import locate
+from engine.model.location import ADAPTER, GGUF, locate
 from engine.model.placement import check_here, read_dtype
 from engine.model.tensor_parallel import arguments_of_part
 from engine.out_of_memory import first_line, in_words
@@ -49,8 +52,8 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
         return unwrapped(model), tokenizer
     dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
     check_here(config.device_map)
-    model = locate(model)
-    trust = {"trust_remote_code": config.trust_remote_code}  # without a value, transformers asks on standard input
+    model, trust = _source(model)
+    trust["trust_remote_code"] = config.trust_remote_code  # without a value, transformers asks on standard input
     remedy = (
         "which may not run by default: read that code, then load the model with Generator(..., "
         "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
@@ -63,8 +66,8 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
         except ValueError:  # an adapter's folder has the model's name in another file
             model_config, kind = None, AutoModelForCausalLM
         if tokenizer is None:
-            with nullcontext() if model_config is None else _errors_of_tokenizer(model):
-                tokenizer = AutoTokenizer.from_pretrained(model, **trust)
+            with _errors_of_tokenizer(model):
+                tokenizer = _load_tokenizer(model, is_adapter=model_config is None, options=trust)
         if config.tp > 1:
             if model_config is None:
                 raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
@@ -76,6 +79,40 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
             "random, so its text is too. Does config.json belong to these weights?"
         )
     return loaded.eval(), tokenizer
+
+
+def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
+    """(model, tokenizer) as of `load`, with the adapter of PEFT in that folder. Raises as `load`."""
+    if config.tp > 1:
+        raise OptionError(f"tp={config.tp} splits a model's weights, and not an adapter's: leave one of them out")
+    if not (adapter / ADAPTER).is_file():
+        raise InputError(f"{str(adapter)!r} has no {ADAPTER}: give the folder that PEFT's save_pretrained wrote")
+    loaded, tokenizer = load(model, None, config)
+    with _errors_in_one_line(adapter, "which never runs for an adapter"):
+        loaded.load_adapter(str(adapter))
+    return loaded.eval(), tokenizer
+
+
+def _source(model: str | Path) -> tuple[str, dict[str, Any]]:
+    """The folder or hub id of a model, and further arguments of `from_pretrained`: the name of a GGUF file in it."""
+    source = locate(model)
+    if not source.endswith(GGUF):
+        return source, {}
+    if find_spec("gguf") is None:
+        raise InputError(f"{source!r} is read with the package gguf, which is not installed: pip install gguf")
+    return str(Path(source).parent), {"gguf_file": Path(source).name}
+
+
+def _load_tokenizer(model: str, is_adapter: bool, options: dict[str, Any]) -> Any:
+    """Of the folder or hub id; of an adapter without one that of the model to which it belongs."""
+    try:
+        return AutoTokenizer.from_pretrained(model, **options)
+    except (OSError, ValueError):
+        file = find_adapter_config_file(model) if is_adapter else None
+        if file is None:
+            raise
+    base = json.loads(Path(file).read_bytes())["base_model_name_or_path"]
+    return AutoTokenizer.from_pretrained(locate(base), **options)
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
@@ -144,9 +181,9 @@ def load_config(model: str | Path) -> PreTrainedConfig:
         "which never runs to read a configuration: give a model that is part of transformers, or, to engine.plan, a "
         "model that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
     )
-    model = locate(model)
+    model, options = _source(model)
     with _errors_in_one_line(model, remedy):
-        return AutoConfig.from_pretrained(model, trust_remote_code=False)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, **options)
 
 
 @contextmanager

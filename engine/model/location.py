@@ -18,11 +18,12 @@ from huggingface_hub.utils import validate_repo_id
 from engine.errors import InputError
 
 _TIMEOUT_S = 2.0  # to connect to the hub; its own client retries for most of a minute
-_CONFIG, _ADAPTER = "config.json", "adapter_config.json"
+_CONFIG, ADAPTER = "config.json", "adapter_config.json"
+GGUF = ".gguf"
 
 
 def locate(model: str | Path) -> str:
-    """The argument for `from_pretrained`, from a local path (`~` is the home folder) or a hub id.
+    """The argument for `from_pretrained`, from a local path (`~` is the home folder) or a hub id; or a GGUF file.
 
     If the hub cannot be reached, this is the model's folder in the hub's local cache, so that loading does not wait for
     the hub. Raises `InputError` for a path without a model, and for a hub id that can neither be reached nor is cached.
@@ -34,6 +35,8 @@ def locate(model: str | Path) -> str:
         path = path.expanduser()
     if path.is_dir():
         _check_folder(path)
+        return str(path)
+    if path.is_file() and path.suffix == GGUF:
         return str(path)
     if path.is_file():
         raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
@@ -50,16 +53,16 @@ def _looks_like_a_path(text: str) -> bool:
 def _check_folder(folder: Path) -> None:
     if (folder / _CONFIG).is_file():
         return
-    if not (folder / _ADAPTER).is_file():
+    if not (folder / ADAPTER).is_file():
         raise InputError(f"the folder {str(folder)!r} has no {_CONFIG}: {_of_a_folder(folder)}")
     try:
-        base = json.loads((folder / _ADAPTER).read_bytes())["base_model_name_or_path"]
+        base = json.loads((folder / ADAPTER).read_bytes())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # loading it raises an error that is more precise
     if not isinstance(base, str):
         raise InputError(
             f"the adapter in {str(folder)!r} names no model to which it belongs: write the path or hub id of that into "
-            f"its {_ADAPTER}, as base_model_name_or_path"
+            f"its {ADAPTER}, as base_model_name_or_path"
         )
     try:
         locate(base)
@@ -72,16 +75,13 @@ def _of_a_folder(folder: Path) -> str:
     inside = [*folder.glob(f"*/{_CONFIG}"), *folder.glob(f"snapshots/*/{_CONFIG}")]
     if inside:
         return f"there is one in {str(inside[0].parent)!r}, give that folder"
-    files = sorted(folder.glob("*.gguf"))
-    return _of_a_file(files[0]) if files else "give the folder that `save_pretrained` wrote, or that was downloaded"
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if files:
+        return f"there is a GGUF file, give its path: {str(files[0])!r}"
+    return "give the folder that `save_pretrained` wrote, or that was downloaded"
 
 
 def _of_a_file(file: Path) -> str:
-    if file.suffix == ".gguf":
-        return (
-            "load a GGUF file with transformers, AutoModelForCausalLM.from_pretrained(folder, gguf_file="
-            f"{file.name!r}), and give that model to engine.Generator in Python, with its tokenizer"
-        )
     return f"give the folder that holds the weights together with {_CONFIG} and the tokenizer"
 
 
@@ -93,7 +93,7 @@ def _reachable(name: str) -> str:
         raise InputError(f"{name!r} is neither a folder here nor a valid hub id: {error}") from error
     if not constants.HF_HUB_OFFLINE and _answers(constants.ENDPOINT):
         return name
-    for file in (_CONFIG, _ADAPTER):
+    for file in (_CONFIG, ADAPTER):
         cached = try_to_load_from_cache(name, file)
         if isinstance(cached, str):
             return str(Path(cached).parent)

@@ -179,3 +179,64 @@ def test_texts_without_a_digest_are_kept(cli, tmp_path):
     out.write_text(written)
     assert cli(["generate", "import", "--jsonl", str(out)]).exit_code == 0
     assert out.read_text() == written
+
+
+def test_the_lines_of_a_jsonl_file_are_printed(cli, shipped, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        '"import os"\n\n{"id": 7, "prompt": "caf\\u00e9 = ", "max_new_tokens": 2}\n'
+        '{"custom_id": "c", "messages": [{"role": "user", "content": "x"}]}\n',
+        encoding="utf-8",
+    )
+    done = cli(["generate", "-f", str(prompts), "-n", "3", "--json"])
+    assert done.exit_code == 0, done.stderr
+    found = sorted(map(json.loads, done.stdout.splitlines()), key=lambda one: one["index"])
+    assert [one["rows"][0]["text"] for one in found] == [
+        shipped.generate(prompt, max_new_tokens=count).text[0]
+        for prompt, count in (("import os", 3), ("café = ", 2), ([{"role": "user", "content": "x"}], 3))
+    ]
+    assert [(one.get("id"), one.get("custom_id")) for one in found] == [(None, None), (7, None), (None, "c")]
+
+
+def test_labels_are_in_the_file_and_no_part_of_the_prompt(cli, tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text('{"id": "a", "prompt": "import"}\n{"id": "b", "prompt": "def", "num_beams": 0}\n')
+    command = ["generate", "-f", str(prompts), "--jsonl", str(out), "-n", "3"]
+    assert cli(command).exit_code == 2
+    assert [one["id"] for one in lines(out)] == ["a", "b"]
+    assert "error" in lines(out)[1]
+    prompts.write_text('{"id": "other", "prompt": "import"}\n{"id": "b", "prompt": "def"}\n')
+    assert cli(command).exit_code == 0  # the text of the first one stays
+    assert [one["id"] for one in lines(out) if "rows" in one] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["a.jsonl", "b.txt"], [], "b.txt is one prompt, and the lines of a .jsonl file are one each: run them apart"),
+        (["a.jsonl"], ["--stream"], "for the lines of a .jsonl file JSON is printed"),
+        (["a.jsonl"], ["--stats"], "leave --stream and --stats out"),
+    ],
+    ids=str,
+)
+def test_what_lines_are_not_for(cli, tmp_path, names, options, message):
+    for name in names:
+        (tmp_path / name).write_text('"x"\n')
+    files = [word for name in names for word in ("-f", str(tmp_path / name))]
+    done = cli(["generate", *files, *options])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_json_has_real_characters_where_there_are_such(cli, tmp_path, monkeypatch):
+    from engine.cli.rendering import as_json
+
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "texts.jsonl"
+    prompts.write_text('{"id": "é漢🙂", "prompt": "x"}\n', encoding="utf-8")
+    assert cli(["generate", "-f", str(prompts), "--jsonl", str(out), "-n", "2"]).exit_code == 0
+    assert '"id": "é漢🙂"' in out.read_text(encoding="utf-8")
+    assert '"é漢🙂"' in cli(["generate", "-f", str(prompts), "-n", "2"]).stdout
+    for value, encoding in (("é", "ascii"), ("é漢", "latin-1"), ("\ud800", "utf-8"), ("é", None)):
+        written = as_json({"x": value}, encoding)
+        assert written.isascii()
+        assert json.loads(written) == {"x": value}

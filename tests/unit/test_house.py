@@ -112,8 +112,8 @@ def test_strategies_know_no_models():
 
 PUBLIC = {
     engine: {
-        "__version__", "AsyncStream", "BackendPlan", "Batch", "BatchRequest", "Chat", "ConfigError", "EngineConfig", "EngineError",
-        "export_step", "Fallback", "generate", "generate_many", "Generation", "GenerationCancelled",
+        "__version__", "AsyncStream", "BackendPlan", "Batch", "BatchRequest", "Chat", "ConfigError", "EngineConfig",
+        "EngineError", "export_step", "Fallback", "generate", "generate_many", "Generation", "GenerationCancelled",
         "GenerationInterrupted", "Generator", "InputError", "InvalidLogitsError", "OptionError", "OutOfMemoryError",
         "Plan", "plan", "Prefix", "SHIPPED_MODEL", "StatefulLogitsProcessor", "Stats", "step_inputs", "Stream",
         "stream", "StreamChunk", "TextScore", "TokenLogprob", "UserInterrupt",

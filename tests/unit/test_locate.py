@@ -67,7 +67,7 @@ def test_a_folder_is_a_model_where_it_has_a_configuration(tmp_path, monkeypatch)
     with pytest.raises(engine.InputError, match=r"has no config\.json: give the folder that `save_pretrained` wrote"):
         locate("~/m")
     (tmp_path / "m" / "small.gguf").touch()
-    with pytest.raises(engine.InputError, match=r"gguf_file='small\.gguf'"):
+    with pytest.raises(engine.InputError, match=r"there is a GGUF file, give its path: '.*small\.gguf'"):
         locate("~/m")
     inner = tmp_path / "m" / "snapshots" / "abc"
     inner.mkdir(parents=True)
@@ -78,11 +78,12 @@ def test_a_folder_is_a_model_where_it_has_a_configuration(tmp_path, monkeypatch)
     assert locate("~/m") == str(tmp_path / "m")
 
 
-def test_a_file_is_no_model(tmp_path):
-    for name, remedy in (("m.gguf", "from_pretrained"), ("model.safetensors", "the folder that holds the weights")):
+def test_a_file_is_no_model_but_for_gguf(tmp_path):
+    for name in ("m.gguf", "model.safetensors"):
         (tmp_path / name).touch()
-        with pytest.raises(engine.InputError, match=f"is a file: .*{remedy}"):
-            locate(tmp_path / name)
+    assert locate(tmp_path / "m.gguf") == str(tmp_path / "m.gguf")
+    with pytest.raises(engine.InputError, match="is a file: give the folder that holds the weights"):
+        locate(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["", "my model", "a--b"])
