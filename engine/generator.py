@@ -22,6 +22,7 @@ from engine.model.loading import load
 from engine.model.low_bit_linears import convert_linears
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators
+from engine.output.hf_streamers import ending
 from engine.planning.free_memory import find_free
 from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.logits_processors import with_own_processors
@@ -160,7 +161,7 @@ class Generator:
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
     def score(
-        self, texts: Any, *, rows: int = 8, piece_tokens: int = PIECE, cache: Any = None, cache_config: Any = None
+        self, texts: Any, *, rows: int = 4, piece_tokens: int = PIECE, cache: Any = None, cache_config: Any = None
     ) -> list[TextScore]:
         """How likely the model finds each of the texts, in their order: see `TextScore`.
 
@@ -288,7 +289,8 @@ class Generator:
         return self._builder.with_draft(parameters)
 
     def _call(self, inputs: Any, generation_config: Any, arguments: dict[str, Any]) -> Call:
-        return read_call(inputs, **{"generation_config": generation_config} | self.with_draft(arguments))
+        with ending(arguments.get("streamer")):
+            return read_call(inputs, **{"generation_config": generation_config} | self.with_draft(arguments))
 
     def _start_turn(
         self, inputs: Any, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses

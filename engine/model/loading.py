@@ -96,7 +96,7 @@ def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) ->
 def _source(model: str | Path) -> tuple[str, dict[str, Any]]:
     """The folder or hub id of a model, and further arguments of `from_pretrained`: the name of a GGUF file in it."""
     source = locate(model)
-    if not source.endswith(GGUF):
+    if not (source.endswith(GGUF) and Path(source).is_file()):
         return source, {}
     if find_spec("gguf") is None:
         raise InputError(f"{source!r} is read with the package gguf, which is not installed: pip install gguf")

@@ -5,6 +5,7 @@ import gc
 import json
 import weakref
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -574,6 +575,11 @@ def test_a_draft_by_its_path():
     assert gen._builder.draft is loaded  # loaded once
     gen.release()
     assert gen.pools["draft_bytes"] == 0
+    ended = []
+    streamer = SimpleNamespace(put=print, end=lambda: ended.append(True))
+    with pytest.raises(engine.OptionError, match="assistant_model: there is no folder"):
+        gen.generate("x", assistant_model="/no/such", streamer=streamer)
+    assert ended
 
 
 DRAFT = {"assistant_model": lambda: draft_of("llama")}

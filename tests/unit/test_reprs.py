@@ -9,6 +9,7 @@ import torch
 from architectures import prompt, tiny_model
 
 import engine
+from engine.out_of_memory import first_line, in_words
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +126,18 @@ def test_generators_and_streams_say_what_they_are(shipped):
     assert "6 new tokens shown" in repr(stream)
     stream.result()
     assert "cache='static', 6 new tokens shown" in repr(stream)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", "ValueError"),
+        ("one line", "one line"),
+        ("\nneeds one of:\n(1) a file\n(2) another", "needs one of: (1) a file"),
+        ("nothing after this:", "nothing after this:"),
+        ("torch says so (originally from a place)", "torch says so"),
+    ],
+)
+def test_messages_of_other_libraries_are_not_cut_at_a_colon(text, shown):
+    assert first_line(ValueError(text)) == shown
+    assert in_words(ValueError("word " * 100)).endswith("word ...")
