@@ -13,6 +13,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -38,22 +39,22 @@ def started(options: list[str], space_mib: int | None = None) -> Iterator[tuple[
             resource.setrlimit(resource.RLIMIT_AS, (space_mib * 2**20, space_mib * 2**20))
 
     command = [sys.executable, "-m", "engine", "serve", "--port", "0", *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=limit)
-    lines: list[str] = []
-    try:
-        assert process.stderr is not None
-        while "Serving" not in "".join(lines):
-            line = process.stderr.readline()
-            assert line, "".join(lines)
-            lines.append(line)
-        threading.Thread(target=lambda: lines.extend(process.stderr), daemon=True).start()
-        yield lines[-1].split(" at ")[1].split()[0], psutil.Process(process.pid)
-    finally:
-        died = process.poll()
-        process.kill()
-        process.wait()
-        if died is not None:
-            raise AssertionError(f"the server ended with {died}: {''.join(lines)}")
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stderr=log, preexec_fn=limit)
+
+        def said() -> str:
+            log.seek(0)
+            return log.read()
+
+        try:
+            while " at http" not in said():
+                assert process.poll() is None, said()
+                time.sleep(0.1)
+            yield said().split(" at ")[1].split()[0], psutil.Process(process.pid)
+            assert process.poll() is None, f"the server ended with {process.returncode}: {said()}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def ask(url: str, prompt: str = "def f(", seconds: float = 60.0) -> tuple[int | str, float]:
@@ -109,11 +110,12 @@ def run(prompts: int, half: int, header_mib: int, space_mib: int | None, seconds
             return round(max(seconds for _, seconds in seen[first:]), 2)
 
         alone_s = ask_for(lambda: False)
-        before = process.memory_info()
+        before, cpu_s = process.memory_info(), sum(process.cpu_times()[:2])
         asked = {"url": url, "prompts": prompts, "half": half, "header_mib": header_mib, "seconds": seconds}
         attacker = subprocess.Popen([sys.executable, __file__, "attack", json.dumps(asked)], stdout=subprocess.PIPE)
         latest_s = ask_for(lambda: attacker.poll() is None)
         answers = json.loads(attacker.communicate()[0])
+        cpu_s = sum(process.cpu_times()[:2]) - cpu_s
         time.sleep(3)
         after = process.memory_info()
     return {
@@ -122,6 +124,7 @@ def run(prompts: int, half: int, header_mib: int, space_mib: int | None, seconds
         "statuses": dict(Counter(str(status) for status, _ in seen)),
         "alone_s": alone_s,
         "latest_s": latest_s,
+        "server_cpu_s": round(cpu_s, 2),
         "over_long": answers,
         "before_mb": before.rss // 10**6,
         "after_mb": after.rss // 10**6,

@@ -188,9 +188,10 @@ async def _while_connected(request: Request, work: Awaitable[T]) -> T:
             raise _Disconnected
         return working.result()
     finally:
-        for task in (working, leaving):
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+        del work, working, leaving  # an error has this frame, and with it the task would have itself, and its memory
 
 
 def _failed(service: Service, failed: Exception) -> Response:

@@ -6,8 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from engine.serving.http.listening import BACKLOG
-
+ACCEPTED = 128  # connections at once: each of these is a file before it is counted
 HEAD_BYTES = 2**16  # of a request line and its headers
 _REQUEST_S = 35.0  # from the connection, or from the answer before, to the end of the request
 _READING_S = 60.0  # for a client that does not take what it was sent
@@ -26,7 +25,7 @@ def most_connections() -> int:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     except ImportError:  # Windows
         return 512
-    most = 2048 if files == resource.RLIM_INFINITY else min(2048, files - BACKLOG - _OTHER_FILES)
+    most = 2048 if files == resource.RLIM_INFINITY else min(2048, files - ACCEPTED - _OTHER_FILES)
     return max(16, most)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.errors import OptionError
 
-BACKLOG = 128  # connections that the system accepts before the server does
+BACKLOG = 1024  # connections that the system takes before the server does
 _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)  # as of IPv6 where the system has none
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _HOST = re.compile(r"(?:\[([0-9a-f:.]+)\]|([\w.-]+))(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)

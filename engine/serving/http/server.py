@@ -9,7 +9,7 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from engine.serving.http.connections import HEAD_BYTES, Connection
+from engine.serving.http.connections import ACCEPTED, HEAD_BYTES, Connection
 from engine.serving.http.listening import BACKLOG
 from engine.serving.http.service import Service
 
@@ -28,6 +28,8 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for opened in sockets or ():
+            opened.listen(BACKLOG)  # uvicorn's own is that of `ACCEPTED`
         host, port, *_ = self.servers[0].sockets[0].getsockname()
         self._announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
@@ -49,7 +51,7 @@ def uvicorn_config(app: FastAPI, drain_s: int) -> uvicorn.Config:
         app,
         http=Connection,
         h11_max_incomplete_event_size=HEAD_BYTES,
-        backlog=BACKLOG,
+        backlog=ACCEPTED,
         log_level="warning",
         access_log=False,
         server_header=False,
