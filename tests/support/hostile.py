@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -39,12 +40,11 @@ def started(options: list[str], space_mib: int | None = None) -> Iterator[tuple[
             resource.setrlimit(resource.RLIMIT_AS, (space_mib * 2**20, space_mib * 2**20))
 
     command = [sys.executable, "-m", "engine", "serve", "--port", "0", *options]
-    with tempfile.TemporaryFile("w+") as log:
+    with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(command, stderr=log, preexec_fn=limit)
 
         def said() -> str:
-            log.seek(0)
-            return log.read()
+            return Path(log.name).read_text()
 
         try:
             while " at http" not in said():
