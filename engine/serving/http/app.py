@@ -15,7 +15,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
-import engine
 import strategies
 from caches.out_of_memory import is_out_of_memory
 from engine.errors import InputError
@@ -24,6 +23,7 @@ from engine.serving.http.answers import error
 from engine.serving.http.gate import Gate, places_of
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.service import Job, Refusal, Service, refusal
+from engine.version import __version__
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
@@ -51,7 +51,7 @@ def make_app(
         yield
         await service.close()
 
-    app = FastAPI(title="kvengine", version=engine.__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(title="kvengine", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)
 
     @app.post("/v1/chat/completions")
@@ -75,7 +75,7 @@ def make_app(
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": engine.__version__}
+        return {"version": __version__}
 
     @app.get("/health")
     async def is_alive() -> Response:
