@@ -50,6 +50,7 @@ def uvicorn_config(app: FastAPI, drain_s: int) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=Connection,
+        ws="none",
         h11_max_incomplete_event_size=HEAD_BYTES,
         backlog=ACCEPTED,
         log_level="warning",

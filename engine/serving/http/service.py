@@ -169,7 +169,6 @@ class Service:
 
     async def close(self) -> None:
         """Cancel what still runs."""
-        self._long_texts.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._batch.close, True)
         await asyncio.gather(*self._open, return_exceptions=True)
 
