@@ -34,6 +34,7 @@ KEYS = {
         for name in ("minimum", "maximum", "median", "average", "deviation", "number", "first_value", "last_value")
     },
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # else blanks and line breaks are not certain
 }
 KEYS["required"] = list(KEYS["properties"])  # type: ignore[call-overload]
 _console = Console()

@@ -55,7 +55,7 @@ _IN_WORDS = {KV: "keys and values", INDEX: "an index", STATE: "states"}
 @register(DynamicCacheConfig)
 def dynamic(specs: Layers, options: DynamicCacheConfig) -> Cache:
     """Grows as tokens come: the default."""
-    _refuse_all_but("dynamic", specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
+    _refuse_all_but(options.name, specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
     return _cache(specs, options, _growing)
 
 
@@ -83,9 +83,9 @@ def hybrid(specs: Layers, options: HybridCacheConfig) -> Cache:
 def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
     """Only the last tokens, in constant memory: the model's own window, or one imposed on its full attention."""
     specs = _known(specs, options)
-    _refuse_all_but("sliding_window", specs, {KV, STATE})
+    _refuse_all_but(options.name, specs, {KV, STATE})
     window = options.window_length
-    _refuse_without_keys("sliding_window", specs)
+    _refuse_without_keys(options.name, specs)
     for index, spec in enumerate(specs):
         if window is None and spec.keeps_kv and spec.attention_span.size is None:
             raise UnsupportedLayerError(
@@ -102,7 +102,7 @@ def sliding_window(specs: Layers, options: SlidingWindowCacheConfig) -> Cache:
 @register(OffloadedCacheConfig)
 def offloaded(specs: Layers, options: OffloadedCacheConfig) -> Cache:
     """`dynamic` in host memory or on disk: the device only has the layers at work."""
-    _refuse_all_but("offloaded", specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
+    _refuse_all_but(options.name, specs, {KV, INDEX, STATE, MODEL_SPECIFIC})
     return _cache(specs, options, partial(_offloaded, options, False, _is_read_later(specs)), compile_blocker=_FETCHED)
 
 
@@ -149,7 +149,7 @@ def _sinks(specs: Layers, options: SinkCacheConfig) -> dict[str, Any]:
 @register(MambaCacheConfig)
 def mamba(specs: Layers, options: MambaCacheConfig) -> Cache:
     """The states of a model without attention, in tensors that never move."""
-    _refuse_all_but("mamba", _known(specs, options), {STATE})
+    _refuse_all_but(options.name, _known(specs, options), {STATE})
     return _cache(specs, options, _fixed)
 
 
@@ -203,7 +203,7 @@ def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> Encode
 @register(NoCacheConfig, any_layers=True)
 def none(specs: Layers, options: NoCacheConfig) -> NoCache:
     """Keeps nothing and computes everything again in every step: for models without a cache, and as a reference."""
-    return NoCache()
+    return NoCache(options.name)
 
 
 def _part(specs: Layers, choice: str | CacheConfig) -> Cache:

@@ -6,6 +6,8 @@ A recipe that gets None for the layers builds a cache that learns them as they a
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +21,11 @@ from caches.spec.layer_spec import LayerSpec, read_specs
 from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig, PlacedCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
 from configs.plugins import check_name, load_plugins
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logging.getLogger("caches").warning(message)
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class Recipe:
 
     def make(self, specs: Sequence[LayerSpec] | None, options: Any) -> EngineCache:
         """`build`, with the options in the cache's layout, where files, stored prefixes and checks look for them."""
+        if isinstance(options, CacheConfig) and options.harms_text is not None:
+            _warn_once(options.harms_text)
         cache = self.build(specs, options)
         stack = getattr(cache, "stack", None)
         if stack is None or stack.layout.config is not None or not isinstance(options, PlacedCacheConfig):
@@ -113,7 +122,7 @@ def build_layers(
 ) -> EngineCache:
     """`build` for layers that are given as specs."""
     chosen = recipe(name)
-    builds_both_caches = chosen.options is EncoderDecoderCacheConfig
+    builds_both_caches = issubclass(chosen.options, EncoderDecoderCacheConfig)
     if builds_both_caches and not is_encoder_decoder:
         raise UnsupportedLayerError(
             f"cache={name!r} is for encoder-decoder models, and this one has no encoder: leave it out"

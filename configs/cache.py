@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -26,6 +27,12 @@ class CacheConfig(Config):
     name: ClassVar[str]
     needs_size: ClassVar[bool] = False
     """Whether the backend needs max_cache_len, the number of tokens per row."""
+    keeps_nothing: ClassVar[bool] = False
+    """Whether every step computes the whole text again."""
+    offloaded_as: ClassVar[str | None] = None
+    """The backend that holds the same outside of the device; None where there is none."""
+    windowed_as: ClassVar[str | None] = None
+    """The backend that goes on with the last tokens alone; None where there is none."""
     _by_name: ClassVar[dict[str, type[CacheConfig]]] = {}
 
     def __init_subclass__(cls, replace: bool = False, **keywords: Any) -> None:
@@ -66,6 +73,40 @@ class CacheConfig(Config):
         """The dict that `from_dict` takes, with "name". use_diff: only values that differ from the defaults."""
         return {"name": self.name} | super().to_dict(use_diff)
 
+    @property
+    def changes_text(self) -> str | None:
+        """Why a text can be another one than with all keys and values in full; None where it cannot."""
+        return None
+
+    @property
+    def harms_text(self) -> str | None:
+        """Why texts get much worse, and what to choose instead: a warning. None where they do not."""
+        return None
+
+    def offloaded(self, residency: str) -> CacheConfig | None:
+        """The configuration with the same options whose cache is in `residency`, "host" or "disk"; None where there is
+        none, or this one is there already."""
+        if getattr(self, "residency", "device") in (residency, "disk"):
+            return None
+        return self._changed(self.offloaded_as, residency=residency)
+
+    def windowed(self, window_length: int) -> CacheConfig | None:
+        """The configuration of a cache of the last tokens alone; None where there is none."""
+        return self._changed(self.windowed_as, window_length=window_length)
+
+    def _changed(self, name: str | None, **changes: Any) -> CacheConfig | None:
+        """The configuration of the backend `name` with the options that both have, but for sizes, and `changes`."""
+        if name is None:
+            return None
+        chosen = config_of(name)
+        shared = {option for option in self.option_names() if option in chosen.option_names()} - {"max_cache_len"}
+        return chosen.from_dict({option: getattr(self, option) for option in shared} | changes)
+
+
+def config_of(name: str) -> type[CacheConfig]:
+    """The configuration class of the backend `name`. Raises `ConfigError`."""
+    return type(CacheConfig.from_dict({"name": name}))
+
 
 @dataclass(frozen=True)
 class PlacedCacheConfig(CacheConfig):
@@ -78,6 +119,8 @@ class PlacedCacheConfig(CacheConfig):
     layer_device_map: the expected devices of single layers, by layer number.
     """
 
+    offloaded_as: ClassVar[str | None] = "offloaded"
+    windowed_as: ClassVar[str | None] = "sliding_window"
     max_batch_size: int | None = None
     device: str | None = None
     dtype: str | None = None
@@ -129,8 +172,16 @@ class SlidingWindowCacheConfig(PlacedCacheConfig):
     """
 
     name: ClassVar[str] = "sliding_window"
+    windowed_as: ClassVar[str | None] = None
     window_length: int | None = None
     max_cache_len: int | None = None
+
+    @property
+    def changes_text(self) -> str | None:
+        return None if self.window_length is None else f"a token attends to the last {self.window_length} alone"
+
+    def offloaded(self, residency: str) -> CacheConfig | None:
+        return super().offloaded(residency) if self.window_length is None else None
 
 
 def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) -> None:
@@ -151,6 +202,7 @@ class OffloadedCacheConfig(PlacedCacheConfig):
     """
 
     name: ClassVar[str] = "offloaded"
+    windowed_as: ClassVar[str | None] = None
     choices: ClassVar[dict[str, tuple[Any, ...]]] = {"residency": ("host", "disk")}
     residency: str = "host"
     folder: str | None = None
@@ -183,12 +235,19 @@ class SinkCacheConfig(PlacedCacheConfig):
     """
 
     name: ClassVar[str] = "sink"
+    offloaded_as: ClassVar[str | None] = None
+    windowed_as: ClassVar[str | None] = None
     absent: ClassVar[dict[str, str]] = {
         "residency": "its window has a constant size and stays on the device; cache='quantized_sink' can keep its "
         "codes in host memory or on disk"
     }
     window_length: int | None = None
     num_sink_tokens: int = 4
+
+    @property
+    def changes_text(self) -> str | None:
+        window = f"a token attends to the first {self.num_sink_tokens} and the last, {self.window_length} in all"
+        return " and ".join(filter(None, (window, super().changes_text)))
 
     def validate(self) -> None:
         super().validate()
@@ -207,6 +266,8 @@ class MambaCacheConfig(PlacedCacheConfig):
     """A cache of conv and recurrent states, for models without attention."""
 
     name: ClassVar[str] = "mamba"
+    offloaded_as: ClassVar[str | None] = None
+    windowed_as: ClassVar[str | None] = None
 
 
 @dataclass(frozen=True)
@@ -222,9 +283,30 @@ class EncoderDecoderCacheConfig(CacheConfig):
     self_cache: str | CacheConfig = "dynamic"
     cross_cache: str | CacheConfig | None = None
 
+    @property
+    def parts(self) -> list[CacheConfig]:
+        """The configurations of both caches; of the self cache alone where the other follows from it."""
+        chosen = [part for part in (self.self_cache, self.cross_cache) if part is not None]
+        return [config_of(part)() if isinstance(part, str) else part for part in chosen]
+
+    @property
+    def changes_text(self) -> str | None:
+        return next(filter(None, (part.changes_text for part in self.parts)), None)
+
+    @property
+    def harms_text(self) -> str | None:
+        return next(filter(None, (part.harms_text for part in self.parts)), None)
+
+    def offloaded(self, residency: str) -> CacheConfig | None:
+        own, *cross = (part.offloaded(residency) for part in self.parts)
+        if own is None:
+            return None
+        return dataclasses.replace(self, self_cache=own, cross_cache=(cross[0] or self.cross_cache) if cross else None)
+
 
 @dataclass(frozen=True)
 class NoCacheConfig(CacheConfig):
     """No cache: every step computes the whole sequence again. There are no options."""
 
     name: ClassVar[str] = "none"
+    keeps_nothing: ClassVar[bool] = True

@@ -8,7 +8,6 @@ from caches.protocol import Capabilities, TokenLog
 class NoCache:
     """Has nothing to open, commit or undo."""
 
-    name = "none"
     log: TokenLog | None = None
     handle = None
     total_tokens = 0
@@ -19,6 +18,9 @@ class NoCache:
     bytes = device_bytes = 0
     unfinished = False
     capabilities = Capabilities(can_split=True)
+
+    def __init__(self, name: str = "none"):
+        self.name = name
 
     def can_reject(self, rejected: int) -> bool:
         return True

@@ -189,7 +189,7 @@ def _dealt(cache: EngineCache, sizes: list[int]) -> list[EngineCache]:
     if not capabilities(cache).can_split:
         raise StepError(f"the rows of a {cache.name} cannot be split")
     if cache.handle is None:  # it keeps nothing
-        return [NoCache() for _ in sizes]
+        return [NoCache(cache.name) for _ in sizes]
     if not can_migrate(cache):
         raise StepError(f"the rows of a {cache.name} cannot be split: it was not made by caches.build")
     # As many as these rows may become, where there was room for all of what all may become.

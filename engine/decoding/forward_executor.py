@@ -9,10 +9,13 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, StepError, apply_window, migrate
+from caches.hf.cache import Cache
+from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.joined import why_not_joined
 from caches.protocol import capabilities
 from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
+from configs import OffloadedCacheConfig, OffloadedQuantizedCacheConfig
 from engine.decoding.collected_outputs import CollectedOutputs
 from engine.model.columns import Columns
 from engine.model.facts import ModelFacts
@@ -274,8 +277,16 @@ def _offloaded(cache: EngineCache, residency: str, quantized: bool) -> EngineCac
         return None
     if capabilities(cache).imposes_windows:
         raise StepError(f"the {cache.name} cache imposes a window on the model, and no offloaded cache does")
-    name = "offloaded_quantized" if quantized or cache.is_quantized else "offloaded"
-    # By the options, as an empty cache has no bytes anywhere.
-    options = [part.stack.layout.config for part in cache.parts]
-    is_there = residency == "host" or all(getattr(config, "residency", None) == residency for config in options)
-    return None if cache.name == name and is_there else migrate(cache, name, residency=residency)
+    config = cache.stacks[0].layout.config
+    if quantized and not cache.is_quantized:
+        return migrate(cache, OffloadedQuantizedCacheConfig.name, residency=residency)
+    if getattr(config, "residency", None) in (residency, "disk"):
+        return None
+    name = config.offloaded_as if config is not None else _offloaded_as(cache)
+    return None if name is None else migrate(cache, name, residency=residency)
+
+
+def _offloaded_as(cache: Cache | EncoderDecoder) -> str:
+    """The backend for a cache that was put together by hand."""
+    kind = OffloadedQuantizedCacheConfig if cache.is_quantized else OffloadedCacheConfig
+    return kind.name

@@ -10,14 +10,7 @@ from transformers import PreTrainedModel
 from caches import CacheError, CapacityError
 from caches.protocol import can_predict
 from caches.spec.accelerate_hooks import prompt_device
-from configs import (
-    CacheConfig,
-    ConfigError,
-    OffloadedCacheConfig,
-    OffloadedQuantizedCacheConfig,
-    QuantizedCacheConfig,
-    SlidingWindowCacheConfig,
-)
+from configs import CacheConfig, ConfigError
 from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
 from engine.model.tensor_parallel import config_of_rank
@@ -40,7 +33,7 @@ class Budget:
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
         """`config`, or that of a smaller cache if it exceeds the limit. Raises `CapacityError` if none fits."""
         self._chosen = config, run_shape, model
-        if self._most is None or config.name == "none":
+        if self._most is None or config.keeps_nothing:
             return config
         first = replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
         device = prompt_device(model).type
@@ -69,7 +62,7 @@ class Budget:
 
     def planned_bytes(self) -> int:
         """Bytes on the device that the cache takes at most, as planned; 0 for one that was given, or without a plan."""
-        if self._chosen is None or self._chosen[0].name == "none":
+        if self._chosen is None or self._chosen[0].keeps_nothing:
             return 0
         try:
             return _device_bytes(*self._chosen)
@@ -79,16 +72,10 @@ class Budget:
     def _other(self, config: CacheConfig, device: str, bytes_per_token: float) -> CacheConfig | None:
         """The configuration that takes less device memory than `config`; None where there is none."""
         assert self._most is not None
-        if config.name not in ("dynamic", "static", "hybrid", "quantized"):
-            return None
         if self._action == "slide":
             window = int(self._most / bytes_per_token / _WINDOW_ROOM)
-            return SlidingWindowCacheConfig(window_length=window) if window and config.name != "quantized" else None
-        residency = "disk" if device == "cpu" else "host"
-        if isinstance(config, QuantizedCacheConfig):
-            options = config.to_dict() | {"name": OffloadedQuantizedCacheConfig.name, "residency": residency}
-            return OffloadedQuantizedCacheConfig.from_dict(options)
-        return OffloadedCacheConfig(residency=residency)
+            return config.windowed(window) if window else None
+        return config.offloaded("disk" if device == "cpu" else "host")
 
     def keep(self, session: ModelSession, tokens: int) -> None:
         """Called before `tokens` more are fed: act if they would exceed the limit. Raises `Exhausted`."""

@@ -51,9 +51,10 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
     if chosen is None or isinstance(chosen, (str, CacheConfig)):
         if call.trust_cache:
             raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
-        if use_cache is False and chosen not in (None, "none"):
-            raise OptionError(f"use_cache=False contradicts cache={chosen!r}: leave one of them out")
         check_new((config.cache or "dynamic") if chosen is None else chosen, options)
+        keeps_some = chosen is not None and (chosen == AUTO or not _configured(chosen, options).keeps_nothing)
+        if use_cache is False and keeps_some:
+            raise OptionError(f"use_cache=False contradicts cache={chosen!r}: leave one of them out")
         size = call.options.get("max_cache_len")
         if chosen is not None and chosen != AUTO:
             _check_size(_configured(chosen, options), size)

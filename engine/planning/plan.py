@@ -120,7 +120,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
     backends = [planner.backend(config, run_shape, search=True) for config in configs]
     possible = [backends[configs.index(config)] for config in candidates]
     if chooses and all(backend.refused is not None for backend in possible):  # the model takes no cache
-        possible = [backend for backend in backends if backend.cache == "none"]
+        possible = [backend for backend, config in zip(backends, configs, strict=True) if config.keeps_nothing]
     choice, why = choose(possible, free, is_named=not chooses)
     return Plan(
         model=planned.footprint.name,

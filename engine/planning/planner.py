@@ -67,8 +67,9 @@ class Planner:
         need = self._need(usage, run_shape)
         most, working = usage.most, self._working(usage, run_shape)
         found = BackendPlan(
-            config.name, options, most.by_place, most.by_kind, working, need_bytes=need, fits=self._fits(need)
-        )
+            config.name, options, most.by_place, most.by_kind, working, need_bytes=need, fits=self._fits(need),
+            changes_text=config.changes_text,
+        )  # fmt: skip
         if not search or found.fits is None:
             return found
         longest, batch = self._longest_context(config, run_shape, usage), self._largest_batch(need, run_shape.prompts)
@@ -83,7 +84,7 @@ class Planner:
         return run_shape.rows * self._footprint.vocabulary * copies * torch.float32.itemsize
 
     def _usage(self, config: CacheConfig, run_shape: RunShape) -> CacheUsage:
-        if not self._footprint.takes_cache and config.name != "none":
+        if not self._footprint.takes_cache and not config.keeps_nothing:
             raise caches.UnsupportedLayerError(
                 f"{self._footprint.name} takes no cache of keys and values (it keeps none, or a state of its own "
                 "kind): use cache='none'"
@@ -193,7 +194,7 @@ def choose(found: Sequence[BackendPlan], free: Free, is_named: bool = False) -> 
     first, chosen = possible[0], next((one for one in possible if one.fits is not False), None)
     if is_named:
         verdict = {True: "fits", False: "does not fit", None: "may fit, how much is free is unknown"}[first.fits]
-        loss = "; it can change the text" if _changes_text(first.cache, first.options) else ""
+        loss = "" if first.changes_text is None else f"; it can change the text: {first.changes_text}"
         return first, f"it {verdict}: it needs {_in_words(first, free)}{loss}"
     if chosen is not None:
         before = "" if chosen is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
@@ -201,14 +202,6 @@ def choose(found: Sequence[BackendPlan], free: Free, is_named: bool = False) -> 
         return chosen, f"{before}it loses nothing and {verdict}: it needs {_in_words(chosen, free)}"
     least = min(possible, key=lambda one: one.need_bytes["device"])
     return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"
-
-
-def _changes_text(cache: str, options: dict[str, Any]) -> bool:
-    """Whether a backend of this package stores rounded values or evicts tokens that the model would read."""
-    parts = [options[name] for name in ("self_cache", "cross_cache") if name in options]  # of an encoder-decoder model
-    named = [(part, {}) if isinstance(part, str) else (part["name"], part) for part in parts]
-    is_lossy = cache in ("quantized", "offloaded_quantized") or "window_length" in options
-    return is_lossy or any(_changes_text(name, values) for name, values in named)
 
 
 def _in_words(backend: BackendPlan, free: Free) -> str:

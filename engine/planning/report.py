@@ -45,6 +45,8 @@ class BackendPlan:
         Prompts of this length that would still fit, to about 1 %.
     refused : str or None
         Why the backend cannot serve this model or this run; None where it can.
+    changes_text : str or None
+        Why the text can be another one than with a lossless cache; None where it cannot, or where it is refused.
     """
 
     cache: str
@@ -57,6 +59,7 @@ class BackendPlan:
     longest_context: int | None = None
     largest_batch: int | None = None
     refused: str | None = None
+    changes_text: str | None = None
 
     @property
     def total_bytes(self) -> int:

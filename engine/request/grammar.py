@@ -238,15 +238,15 @@ class Grammar(LogitsProcessor):
         """A byte for each token, 0 for those that may not come next."""
         number, tokens = text
         length = self._unique[number].numbers
-        if length is None:
-            return state.matcher.compute_logit_bias()  # type: ignore[no-any-return]
-        before = (len(tokens) - new for new in range(1, min(len(tokens), _KEPT) + 1))
-        known = ((end, self._states.get((number, tokens[:end]))) for end in before)
-        end, reading = next(((end, one.reading) for end, one in known if one and one.reading), (0, Reading()))
-        state.reading, _ = length.after(reading, self._library.decode_bytes(list(tokens[end:])))
-        if not state.reading.is_in_number:
-            return state.matcher.compute_logit_bias()  # type: ignore[no-any-return]
-        return number_tokens(self._tokenizer, self._library).allowed(state.matcher, length, state.reading)
+        if length is not None:
+            before = (len(tokens) - new for new in range(1, min(len(tokens), _KEPT) + 1))
+            known = ((end, self._states.get((number, tokens[:end]))) for end in before)
+            end, reading = next(((end, one.reading) for end, one in known if one and one.reading), (0, Reading()))
+            state.reading, _ = length.after(reading, self._library.decode_bytes(list(tokens[end:])))
+            if state.reading.is_in_number:
+                return number_tokens(self._tokenizer, self._library).allowed(state.matcher, length, state.reading)
+        allowed: bytes = state.matcher.compute_logit_bias()
+        return allowed
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -78,10 +78,12 @@ def number_length(schema: Any) -> NumberLength:
 def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
     """(name, value) of everything in it; elements of a list have the name of the list."""
     yield name, schema
-    inner = schema.items() if isinstance(schema, Mapping) else ()
-    inner = ((name, value) for value in schema) if isinstance(schema, list | tuple) else inner
-    for key, value in inner:
-        yield from _entries(value, key)
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            yield from _entries(value, key)
+    elif isinstance(schema, list | tuple):
+        for value in schema:
+            yield from _entries(value, name)
 
 
 def _next(reading: Reading, byte: int) -> Reading:

@@ -78,13 +78,15 @@ def choose_strategy(
 
 def _implied(config: GenerationConfig, draft: PreTrainedModel | None) -> str:
     """The name of the strategy that the parameters mean in transformers. Raises `OptionError` where it is not here."""
-    implied = _STRATEGY_OF_MODE.get(mode := config.get_generation_mode())
-    if config.prompt_lookup_num_tokens is not None and implied in ("greedy", "sampling", "assisted"):
-        implied = "prompt_lookup"
-    elif draft is not None and implied in ("greedy", "sampling"):
-        implied = "assisted"
-    elif draft is None and implied == "assisted":  # by the model's own layers, which makes no other text
-        implied = "sampling" if config.do_sample else "greedy"
+    mode = config.get_generation_mode()
+    if draft is None and mode is GenerationMode.ASSISTED_GENERATION:  # by the model's own layers: no other text
+        mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+    is_plain = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    if config.prompt_lookup_num_tokens is not None and (is_plain or mode is GenerationMode.ASSISTED_GENERATION):
+        return "prompt_lookup"
+    if draft is not None and is_plain:
+        mode = GenerationMode.ASSISTED_GENERATION
+    implied = _STRATEGY_OF_MODE.get(mode)
     if implied is None:
         asking = [name for name in _NOT_AVAILABLE if getattr(config, name, None) is not None]
         raise OptionError(
@@ -116,7 +118,8 @@ def _built(
         for name, value in values.items()
         if value is not None and (name in set_by_call or value != neutral.get(name))
     }
-    if call.strategy is None and implied == "contrastive" and "top_k" not in given:
+    is_contrastive = config.get_generation_mode() is GenerationMode.CONTRASTIVE_SEARCH
+    if call.strategy is None and is_contrastive and "top_k" not in given:
         raise OptionError(
             f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
             "candidates to compare: give top_k=4, or strategy='contrastive'"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("llguidance", reason="the extra grammar is not installed")
-jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("jsonschema")
 
+from jsonschema import Draft202012Validator
 from schemas import STRATEGIES, VOCABULARY, generator, tokenizer
 
 from engine.request.call import Call
@@ -33,7 +34,7 @@ ENDLESS = {
 
 
 def wanting(characters):
-    """A processor that likes the tokens of these characters alone, the longest ones most, and text as little as it can."""
+    """A processor that likes tokens of these characters alone, the longest ones most, and else the end."""
     scores = torch.zeros(VOCABULARY)
     for token in range(VOCABULARY):
         text = tokenizer().decode([token])
@@ -44,15 +45,16 @@ def wanting(characters):
 
 
 @pytest.mark.parametrize(
-    ("schema", "characters"), [*((schema, "0") for schema in ENDLESS), ("number", "1e"), ("multiple", "09"), ("anything", "9"),
-                               ("exclusive", "0."), ("list", "\n "), ("object", "- \t")],
+    ("schema", "characters"),
+    [*((schema, "0") for schema in ENDLESS), ("number", "1e"), ("multiple", "09"), ("anything", "9"),
+     ("exclusive", "0."), ("list", "\n "), ("object", "- \t")],
 )  # fmt: skip
 def test_numbers_and_white_space_end_whatever_is_wanted(schema, characters):
     out = generator().generate(
         "import os\n", json_schema=ENDLESS[schema], logits_processor=wanting(characters), max_new_tokens=96
     )
     assert out.finish_reasons == ["eos"], out.text
-    jsonschema.Draft202012Validator(ENDLESS[schema]).validate(out.parsed[0])
+    Draft202012Validator(ENDLESS[schema]).validate(out.parsed[0])
     assert not re.search(r"\n\s*\n|[ \t]{33}", out.text[0])
 
 
@@ -111,8 +113,9 @@ def test_white_space_is_no_setting_of_other_words_for_the_library():
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [('{"a\\"1": 12', ("WHOLE", 2)), ("[0.00", ("FRACTION", -2)), ("[0.0012", ("FRACTION", 2)), ("[1.5e-30", ("EXPONENT", 2)),
-     ('"123', ("STRING", 0)), ("[1.5, tru", ("OUTSIDE", 0)), ("[10", ("WHOLE", 2)), ("-1", ("WHOLE", 1))],
+    [('{"a\\"1": 12', ("WHOLE", 2)), ("[0.00", ("FRACTION", -2)), ("[0.0012", ("FRACTION", 2)),
+     ("[1.5e-30", ("EXPONENT", 2)), ('"123', ("STRING", 0)), ("[1.5, tru", ("OUTSIDE", 0)),
+     ("[10", ("WHOLE", 2)), ("-1", ("WHOLE", 1))],
 )  # fmt: skip
 def test_where_a_text_has_come_to(text, place):
     reading, _ = NumberLength().after(Reading(), text.encode())

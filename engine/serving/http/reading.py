@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from jinja2 import Environment, meta
 
+import strategies
+from configs import ConfigError
 from engine.errors import InputError, OptionError
 from engine.prompt import refused_by_template
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.texts import Texts
+from strategies import Strategy
+from strategies.operations import needs_of
 
 _COMPLETION_TOKENS = 16  # by default, as OpenAI's completions have it
 _CANDIDATES = 4  # of a search that names none: the defaults of the strategies
@@ -144,7 +148,8 @@ def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
     if not searches and (body.temperature == 0 or likeliest is not None):
         found["num_beams"] = 1  # also where the model's own settings have more
     if likeliest is not None:
-        if found.get("num_beams", 1) > 1 or found.get("strategy") in ("beam", "diverse_beam"):
+        named = _named(found)
+        if found.get("num_beams", 1) > 1 or (named is not None and needs_of(named).rows_are_beams):
             raise OptionError(
                 "logprobs cannot apply to a beam search (best_of, engine.num_beams): leave one of them out"
             )
@@ -185,14 +190,19 @@ def new_tokens(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
 
 def _check_rows(found: dict[str, Any], limits: Limits) -> None:
     asked: dict[str, int] = {name: found[name] for name in ("num_beams", "num_return_sequences") if name in found}
-    if "penalty_alpha" in found or found.get("strategy") == "contrastive":
+    if "penalty_alpha" in found:
         asked["top_k"] = found.get("top_k") or _CANDIDATES
-    if found.get("strategy") in ("beam", "diverse_beam"):
-        asked.setdefault("num_beams", _CANDIDATES)
+    if (named := _named(found)) is not None:
+        asked["strategy"] = needs_of(named).rows_per_prompt
     for name, rows in asked.items():
         if rows > limits.max_rows:
-            said = "n" if name == "num_return_sequences" else name
-            raise OptionError(f"{said}={rows} rows at once, but this server computes {limits.max_rows} at most")
+            said = {
+                "num_return_sequences": f"n={rows}",
+                "strategy": f"strategy={named and named.name!r} computes {rows}",
+            }
+            raise OptionError(
+                f"{said.get(name, f'{name}={rows}')} rows at once, but this server computes {limits.max_rows} at most"
+            )
     most = _MOST_TOKENS if limits.context_tokens is None else limits.context_tokens
     for name, size in (found["cache_config"] or {}).items():
         if isinstance(size, (int, float)) and size > most:
@@ -217,5 +227,16 @@ def _as_drawn(found: dict[str, Any]) -> dict[str, Any]:
     draws |= not searches and ("top_k" in found or found["num_return_sequences"] > 1)
     if draws:
         return found | {"do_sample": True}
-    is_contrastive = "penalty_alpha" in found or found.get("strategy") == "contrastive"
-    return found | {"do_sample": False} if is_contrastive else found  # whatever the model's own settings say
+    never_draws = "penalty_alpha" in found or getattr(type(_named(found)), "samples", None) is False
+    return found | {"do_sample": False} if never_draws else found  # whatever the model's own settings say
+
+
+def _named(found: dict[str, Any]) -> Strategy | None:
+    """The strategy that the request names; None where it names none, or one that `engine.generate` refuses."""
+    try:
+        name = found["strategy"]
+        return strategies.build(
+            name, **{option: found[option] for option in strategies.options(name) if option in found}
+        )
+    except (KeyError, ConfigError):
+        return None
