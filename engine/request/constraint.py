@@ -25,12 +25,12 @@ _WRITING = {*_PRETTY, *_COMPACT}
 @dataclass(frozen=True)
 class Constraint:
     """said: the parameter that asks for it. grammar: in the words of llguidance. parse: of a complete text; None where
-    the text itself is all. numbers: how long those of a JSON text may get."""
+    the text itself is all. number_length: of those in a JSON text."""
 
     said: str
     grammar: str
     parse: Callable[[str], Any] | None = None
-    numbers: NumberLength | None = None
+    number_length: NumberLength | None = None
 
 
 def read_constraints(call: Call, prompts: int) -> tuple[Constraint | None, ...] | None:

@@ -237,7 +237,7 @@ class Grammar(LogitsProcessor):
     def _allowed(self, text: _Text, state: _State) -> bytes | bytearray:
         """A byte for each token, 0 for those that may not come next."""
         number, tokens = text
-        length = self._unique[number].numbers
+        length = self._unique[number].number_length
         if length is not None:
             before = (len(tokens) - new for new in range(1, min(len(tokens), _KEPT) + 1))
             known = ((end, self._states.get((number, tokens[:end]))) for end in before)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 SIGNIFICANT_DIGITS = 17  # tell every float64 from every other one
-_WHOLE_DIGITS = 20  # of every 64-bit number
+_INTEGER_DIGITS = 20  # of every 64-bit number
 _EXPONENT_DIGITS = 3
-_DIGITS, _IN_NUMBERS = frozenset(b"0123456789"), frozenset(b"0123456789.eE+-")
+_DIGITS, _NUMBER_CHARACTERS = frozenset(b"0123456789"), frozenset(b"0123456789.eE+-")
 
 
 _SPELLS_DIGITS = re.compile(rb"(?:[eE][+-]?)?[0-9.]")  # how tokens begin that make a number longer
@@ -22,7 +22,7 @@ _MOST_ADDED = 2  # digits behind the limit, where the schema lets no shorter num
 
 
 class Place(Enum):
-    OUTSIDE, STRING, ESCAPE, WHOLE, FRACTION, EXPONENT = (auto() for _ in range(6))
+    OUTSIDE, STRING, ESCAPE, INTEGER, FRACTION, EXPONENT = (auto() for _ in range(6))
 
 
 class Reading(NamedTuple):
@@ -34,14 +34,14 @@ class Reading(NamedTuple):
 
     @property
     def is_in_number(self) -> bool:
-        return self.place in (Place.WHOLE, Place.FRACTION, Place.EXPONENT)
+        return self.place in (Place.INTEGER, Place.FRACTION, Place.EXPONENT)
 
 
 @dataclass(frozen=True)
 class NumberLength:
-    """whole: digits of a number without a fraction. significant: of one with it, and zeros before them. exponent."""
+    """integer: digits of a number without a fraction. significant: of one with it, and zeros before them. exponent."""
 
-    whole: int = SIGNIFICANT_DIGITS
+    integer: int = SIGNIFICANT_DIGITS
     significant: int = SIGNIFICANT_DIGITS
     exponent: int = _EXPONENT_DIGITS
 
@@ -55,8 +55,8 @@ class NumberLength:
 
     def _fits(self, reading: Reading, byte: int) -> bool:
         place, digits = reading
-        if place is Place.WHOLE:
-            return digits <= self.whole
+        if place is Place.INTEGER:
+            return digits <= self.integer
         if place is Place.FRACTION:  # behind the point there has to be room for a digit
             return -self.significant <= digits <= self.significant - (byte == ord("."))
         return place is not Place.EXPONENT or digits <= self.exponent
@@ -65,14 +65,14 @@ class NumberLength:
 def number_length(schema: Any) -> NumberLength:
     """17 significant digits and 3 of the exponent; 20 digits where whole numbers are asked for, as identifiers have
     them; more where a figure of the schema has more."""
-    whole, significant = SIGNIFICANT_DIGITS, SIGNIFICANT_DIGITS
+    integer, significant = SIGNIFICANT_DIGITS, SIGNIFICANT_DIGITS
     for name, value in _entries(schema):
         if name == "type" and (value == "integer" or (isinstance(value, list) and "integer" in value)):
-            whole = max(whole, _WHOLE_DIGITS)
+            integer = max(integer, _INTEGER_DIGITS)
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
             before, _, behind = format(abs(Decimal(repr(value))), "f").partition(".")
-            whole, significant = max(whole, len(before)), max(significant, len(before) + len(behind))
-    return NumberLength(whole, significant)
+            integer, significant = max(integer, len(before)), max(significant, len(before) + len(behind))
+    return NumberLength(integer, significant)
 
 
 def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
@@ -95,8 +95,8 @@ def _next(reading: Reading, byte: int) -> Reading:
         return Reading({ord('"'): Place.OUTSIDE, ord("\\"): Place.ESCAPE}.get(byte, Place.STRING))
     if byte == ord('"'):
         return Reading(Place.STRING)
-    if place is Place.OUTSIDE or byte not in _IN_NUMBERS:
-        return Reading(Place.WHOLE, int(byte != ord("0"))) if byte in _DIGITS else Reading()
+    if place is Place.OUTSIDE or byte not in _NUMBER_CHARACTERS:
+        return Reading(Place.INTEGER, int(byte != ord("0"))) if byte in _DIGITS else Reading()
     if byte == ord("."):
         return Reading(Place.FRACTION, digits)
     if byte in b"eE":

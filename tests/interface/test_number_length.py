@@ -113,9 +113,9 @@ def test_white_space_is_no_setting_of_other_words_for_the_library():
 
 @pytest.mark.parametrize(
     ("text", "place"),
-    [('{"a\\"1": 12', ("WHOLE", 2)), ("[0.00", ("FRACTION", -2)), ("[0.0012", ("FRACTION", 2)),
+    [('{"a\\"1": 12', ("INTEGER", 2)), ("[0.00", ("FRACTION", -2)), ("[0.0012", ("FRACTION", 2)),
      ("[1.5e-30", ("EXPONENT", 2)), ('"123', ("STRING", 0)), ("[1.5, tru", ("OUTSIDE", 0)),
-     ("[10", ("WHOLE", 2)), ("-1", ("WHOLE", 1))],
+     ("[10", ("INTEGER", 2)), ("-1", ("INTEGER", 1))],
 )  # fmt: skip
 def test_where_a_text_has_come_to(text, place):
     reading, _ = NumberLength().after(Reading(), text.encode())
@@ -124,7 +124,7 @@ def test_where_a_text_has_come_to(text, place):
 
 def test_figures_of_the_schema_make_longer_numbers_possible():
     assert number_length({"type": "number"}) == NumberLength()
-    assert number_length({"anyOf": [{"type": "integer"}]}).whole == 20
-    assert number_length({"properties": {"a": {"minimum": 10**30}}}).whole == 31
+    assert number_length({"anyOf": [{"type": "integer"}]}).integer == 20
+    assert number_length({"properties": {"a": {"minimum": 10**30}}}).integer == 31
     assert number_length({"maximum": 1e-22}).significant > 22
     assert number_length(True) == NumberLength()
