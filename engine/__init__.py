@@ -182,6 +182,11 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
         processor that keeps something per row is a `StatefulLogitsProcessor`.
     prefix_allowed_tokens_fn : callable, optional
         Called with the prompt's index and a row's ids; returns the ids that may come next.
+    continue_final_message, add_generation_prompt : bool, optional
+        Of chat messages, as of `apply_chat_template`: the answer goes on with the last message; what makes the model
+        answer comes last. Default: a last message of the assistant is continued, as in transformers' pipeline.
+    sanitize_control_tokens : bool, default False
+        Whether control tokens that chat messages spell (`<|im_end|>`) are read as text.
     response_format : dict, optional
         As in OpenAI's interface: `{"type": "json_object"}`, or `{"type": "json_schema", "json_schema": {"schema":
         ...}}`. This and the four below take a list too, with one or None for each prompt, and need the extra `grammar`
@@ -207,7 +212,8 @@ forced_bos_token_id, forced_eos_token_id, exponential_decay_length_penalty, reno
     stop_strings : str or list of str, optional
         A row ends where one of them appears. Needs a tokenizer.
     eos_token_id, pad_token_id : int or list of int, optional
-        The ids that end a row, and the id that fills up rows that have ended. Default: the model's.
+        The ids that end a row, and the id that fills up rows that have ended. Default: the model's; an answer to chat
+        messages also ends with the tokenizer's end token and with what closes an answer in the chat template.
     stopping_criteria : StoppingCriteria or a list of them, optional
         Of transformers or of your own: called with ids and scores, returns which rows have ended.
     cancellation : threading.Event or alike, optional

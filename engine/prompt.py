@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from caches.as_tensor import as_tensor
+from engine.chats import DEFAULTS, TemplateOptions, ids_of, is_message, written
 from engine.errors import InputError
+from engine.warn_once import warn_once
 
 ENCODED = "mm_encoder_outputs"  # transformers' name for the outputs of a model's image and sound encoders
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -49,6 +51,27 @@ def without_padding(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
+class EncodedPrompt(dict[str, Any]):
+    """`without_padding` of ids [1, tokens] whose text this package has read.
+
+    is_chat: whether they are the messages of a chat. stops_in_prompt: whether a stop string may begin in the prompt, as
+    in transformers.
+    """
+
+    def __init__(self, ids: torch.Tensor, is_chat: bool, stops_in_prompt: bool = True):
+        super().__init__(without_padding(ids))
+        self.is_chat, self.stops_in_prompt = is_chat, stops_in_prompt
+
+
+def is_chat(inputs: Any) -> bool:
+    """Whether the inputs of a call are chat messages, in one row at least."""
+    if isinstance(inputs, EncodedPrompt):
+        return inputs.is_chat
+    if not isinstance(inputs, Sequence) or isinstance(inputs, (str, bytes)):
+        return False
+    return any(is_message(one) or (isinstance(one, (list, tuple)) and any(map(is_message, one))) for one in inputs)
+
+
 def move(model_kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """`model_kwargs` with their tensors on `device`."""
     return {
@@ -63,12 +86,13 @@ def read_prompt(
     bos_id: int | None,
     pad_left: bool = True,
     pad_id: Any = None,
+    options: TemplateOptions = DEFAULTS,
 ) -> Prompt:
     """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
 
     model_kwargs: model inputs given as keywords, also `input_ids`, `inputs_embeds` and `attention_mask`. bos_id: the
     prompt when there is none. pad_left: whether ragged rows are padded on the left. pad_id: fills up ragged rows of ids
-    without a tokenizer; default 0. Raises `InputError`.
+    without a tokenizer; default 0. options: of chat messages. Raises `InputError`.
     """
     inputs, model_kwargs = merged(inputs, model_kwargs)
     model_kwargs = {name: value for name, value in model_kwargs.items() if value is not None or name not in _OPTIONAL}
@@ -90,7 +114,7 @@ def read_prompt(
         if not _are_ids(inputs):
             if "attention_mask" in model_kwargs:
                 raise InputError("attention_mask was given with a text prompt; the tokenizer makes that mask")
-            ids, model_kwargs["attention_mask"] = _tokenize(inputs, tokenizer, pad_left)
+            ids, model_kwargs["attention_mask"] = _tokenize(inputs, tokenizer, pad_left, options)
     ids, model_kwargs = _rectangular(ids, model_kwargs, _pad_id(tokenizer, pad_id), pad_left)
     mask = model_kwargs.pop("attention_mask", None)
     return Prompt(as_ids(ids), None if mask is None else as_mask(mask), model_kwargs, embeds)
@@ -101,7 +125,7 @@ _OPTIONAL = ("input_ids", "inputs_embeds", "attention_mask")
 
 def merged(inputs: Any, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The inputs that are no mapping, and those by name: given as keywords or in a mapping. Raises `InputError`."""
-    if not isinstance(inputs, Mapping) or _is_message(inputs):
+    if not isinstance(inputs, Mapping) or is_message(inputs):
         return inputs, dict(model_kwargs)
     for name in inputs:
         if not isinstance(name, str):
@@ -110,10 +134,6 @@ def merged(inputs: Any, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, An
     if twice:
         raise InputError(f"{', '.join(twice)} given twice: in the inputs and as a keyword")
     return None, {**model_kwargs, **inputs}
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and "role" in value
 
 
 def _are_ids(value: Any) -> bool:
@@ -238,8 +258,10 @@ def _padded(
     return _tensor([filled(row, pad) for row in rows], what), torch.tensor(mask, device="cpu")
 
 
-def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if _is_message(inputs):
+def _tokenize(
+    inputs: Any, tokenizer: Any, pad_left: bool, options: TemplateOptions
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if is_message(inputs):
         raise InputError("a prompt is a list of chat messages, and this is one message: give [message]")
     if not isinstance(inputs, (str, Sequence)) or isinstance(inputs, bytes):
         raise InputError(
@@ -253,31 +275,36 @@ def _tokenize(inputs: Any, tokenizer: Any, pad_left: bool) -> tuple[torch.Tensor
         raise InputError(
             "a text prompt needs a tokenizer: pass tokenizer=..., give the model as a path, or pass token ids"
         )
-    if isinstance(inputs, str) or (len(inputs) > 0 and _is_message(inputs[0])):
+    if isinstance(inputs, str) or (len(inputs) > 0 and is_message(inputs[0])):
         inputs = [inputs]
     if len(inputs) == 0:
         raise InputError("the list of prompts is empty")
-    return _padded([_token_ids(row, tokenizer) for row in inputs], _pad_id(tokenizer, None), pad_left)
+    return _padded([_token_ids(row, tokenizer, options) for row in inputs], _pad_id(tokenizer, None), pad_left)
 
 
-def refused_by_template(error: Exception) -> InputError:
-    return InputError(f"the model's chat template refuses these messages: {type(error).__name__}: {error}")
+def text_ids(text: str, tokenizer: Any) -> list[int]:
+    """The ids of a text that is a prompt. Raises `InputError`."""
+    try:
+        ids = list(tokenizer(text)["input_ids"])
+    except (TypeError, ValueError) as error:  # half of a surrogate pair
+        raise InputError(f"the prompt {text!r:.80} is no text in Unicode: {error}") from error
+    begin = getattr(tokenizer, "bos_token_id", None)
+    is_twice = begin is not None and ids[:2] == [begin, begin]
+    if is_twice and list(tokenizer(text, add_special_tokens=False)["input_ids"])[:2] != [begin, begin]:
+        warn_once(
+            f"a prompt begins with two {tokenizer.bos_token!r}: one is in the text, as chat templates write it, and "
+            "the tokenizer adds another. Models are trained with one: take it off the text, or give the messages"
+        )
+    return ids
 
 
-def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+def _token_ids(prompt: Any, tokenizer: Any, options: TemplateOptions) -> list[int]:
     if isinstance(prompt, str):
-        try:
-            return tokenizer(prompt)["input_ids"]
-        except TypeError as error:  # of tokenizers in Rust
-            raise InputError(f"the prompt {prompt!r:.80} is no text in Unicode: {error}") from error
+        return text_ids(prompt, tokenizer)
     if isinstance(prompt, Sequence) and len(prompt) == 0:
         return []
-    if isinstance(prompt, Sequence) and all(_is_message(message) for message in prompt):
+    if isinstance(prompt, Sequence) and all(map(is_message, prompt)):
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("chat messages need a tokenizer with a chat_template, and this one has none")
-        try:
-            written = tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # a template raises what it likes
-            raise refused_by_template(error) from error
-        return written["input_ids"]
+        return ids_of(tokenizer, written(tokenizer, prompt, options), options)
     raise InputError(f"a row of prompts is a text or a list of chat messages, not {prompt!r:.80}")

@@ -41,7 +41,7 @@ from engine.model.model_sizes import vocabulary_of
 from engine.out_of_memory import Exhausted, in_words, without_frames
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
-from engine.prompt import without_padding
+from engine.prompt import EncodedPrompt
 from engine.request.call import Call, read_call
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_reader
@@ -91,8 +91,8 @@ class RunBuilder:
         return ({} if is_same else {"assistant_tokenizer": own}) | arguments | {"assistant_model": model}
 
     def check(self, arguments: dict[str, Any]) -> None:
-        """Refuse arguments of later calls that no call takes, whatever its prompt."""
-        one_token = without_padding(torch.zeros(1, 1, dtype=torch.long, device="cpu"))
+        """Refuse arguments of the later turns of a chat that no call takes, whatever its prompt."""
+        one_token = EncodedPrompt(torch.zeros(1, 1, dtype=torch.long, device="cpu"), is_chat=True)
         call = read_parameters(read_call(one_token, **{"tokenizer": self.tokenizer} | self.with_draft(arguments)))
         read_cache_choice(self._runner.model, call, self.config)
         self._read(call, None, self._draft_of(call.assistant_model))
@@ -290,4 +290,5 @@ def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
     if request.grammar is not None:
         has_form = [constraint is not None for constraint in request.grammar.constraints]
     tokenizer = call.tokenizer if wants_text else None
-    return StreamBuffer(prompts, tokenizer, request.stop_strings, adapter, has_form, streams)
+    stops = request.stop_strings, request.stops_from
+    return StreamBuffer(prompts, tokenizer, stops, adapter, has_form, streams)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from engine.chats import special_tokens
+
 _PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 _HALF = "\ufffd"
 _MIDDLE = "abcdef"  # decoded in front of other tokens, so that tokenizers do not strip their leading space
@@ -36,9 +38,7 @@ class RowText:
         self._stops = tuple(stop_strings)
         self._special: dict[int, str] = {}  # not part of the text, but stop strings may contain them
         if self._stops and self._decoding.get("skip_special_tokens"):
-            added = getattr(tokenizer, "added_tokens_decoder", {})
-            self._special = {token: one.content for token, one in added.items() if one.special}
-            self._special |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+            self._special = special_tokens(tokenizer)
         # The end of the text, which may begin a stop string: characters, and whether each is part of the text.
         self._withheld: list[tuple[str, bool]] = []
         before: list[int] = []

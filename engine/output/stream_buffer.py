@@ -52,7 +52,8 @@ class _Row:
 class StreamBuffer:
     """Tokens and text of all rows of a run.
 
-    prompts: [rows, columns]. tokenizer: None if no text is wanted. adapter: of the streamer, if there is one. has_form:
+    prompts: [rows, columns]. tokenizer: None if no text is wanted. stops: the stop strings, and the first column in
+    which they may begin. adapter: of the streamer, if there is one. has_form:
     for each row whether a constraint gives it a form, to which its first space belongs. watched: whether chunks or the
     streamer need tokens before the end of the run.
     """
@@ -61,14 +62,15 @@ class StreamBuffer:
         self,
         prompts: torch.Tensor,
         tokenizer: Any,
-        stop_strings: tuple[str, ...],
+        stops: tuple[tuple[str, ...], int],
         adapter: StreamerAdapter | None,
         has_form: list[bool],
         watched: bool,
     ):
         self.watched = watched or adapter is not None
         self._rows: list[_Row] = []
-        for prompt, before, form in zip(prompts, ends_of(prompts, stop_strings), has_form, strict=True):
+        stop_strings, begin = stops
+        for prompt, before, form in zip(prompts, ends_of(prompts[:, begin:], stop_strings), has_form, strict=True):
             text = None
             if tokenizer is not None:
                 text = RowText(tokenizer, stop_strings, prompt=before, keeps_space=form)

@@ -90,6 +90,10 @@ def parameters(
     negative_prompt_attention_mask: torch.Tensor | None = None,
     logits_processor: Sequence[Any] | Callable[..., Any] | None = None,
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+    # How chat messages are read.
+    continue_final_message: bool | None = None,
+    add_generation_prompt: bool | None = None,
+    sanitize_control_tokens: bool | None = None,
     # What form texts have.
     response_format: dict[str, Any] | type | Sequence[Any] | None = None,
     json_schema: dict[str, Any] | str | type | Sequence[Any] | None = None,
@@ -162,6 +166,9 @@ class Call:
     assistant_model: PreTrainedModel | None = None
     assistant_tokenizer: Any = None
     logits_processor: list[Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    sanitize_control_tokens: bool | None = None
     response_format: Any = None
     json_schema: Any = None
     regex: Any = None

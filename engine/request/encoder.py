@@ -22,6 +22,7 @@ from caches.transformers_api import (
     prepare_special_tokens,
     special_tokens,
 )
+from engine.chats import DEFAULTS, TemplateOptions
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_lock import turn_of
@@ -60,13 +61,15 @@ def read_source(
     tokenizer: Any,
     config: GenerationConfig,
     device: torch.device,
+    options: TemplateOptions = DEFAULTS,
 ) -> tuple[Prompt, Source]:
     """The decoder's prompt, and what the encoder is to read for it. Nothing is computed; `encode` comes after.
 
     inputs: the source in any form, as the model's main input (text, ids, features). model_kwargs: further inputs, among
-    them `encoder_outputs` in place of a source and `decoder_input_ids`. Raises `InputError` and `OptionError`.
+    them `encoder_outputs` in place of a source and `decoder_input_ids`. options: of chat messages. Raises `InputError`
+    and `OptionError`.
     """
-    given = _read_source(model, inputs, model_kwargs, tokenizer, config.pad_token_id)
+    given = _read_source(model, inputs, model_kwargs, tokenizer, config.pad_token_id, options)
     if "attention_mask" in given:
         given["attention_mask"] = as_mask(given["attention_mask"])
     given = move(given, device)
@@ -227,7 +230,12 @@ def _source_name(model: PreTrainedModel) -> str:
 
 
 def _read_source(
-    model: PreTrainedModel, inputs: Any, model_kwargs: dict[str, Any], tokenizer: Any, pad_id: Any
+    model: PreTrainedModel,
+    inputs: Any,
+    model_kwargs: dict[str, Any],
+    tokenizer: Any,
+    pad_id: Any,
+    options: TemplateOptions,
 ) -> dict[str, Any]:
     """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
     name = _source_name(model)
@@ -240,7 +248,7 @@ def _read_source(
         return given | {name: _as_features(given[name], name)} if name in given else given
     if inputs is None and "input_ids" not in given:
         return given
-    prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id)
+    prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id, options=options)
     given = prompt.model_kwargs | {
         "input_ids": prompt.ids,
         "attention_mask": prompt.mask,

@@ -99,16 +99,16 @@ def ended(
     given: Sequence | None,
     tokenizer: Any,
     grammar: Grammar | None,
-    answer: int,
+    stops_from: int,
 ) -> Callable[[], Callable[[torch.Tensor], torch.Tensor]]:
-    """Called when a run begins, it gives `Task.ended`. answer: the first column in which stop strings may begin."""
+    """Called when a run begins, it gives `Task.ended`. stops_from: see `Request`."""
 
     def adapted(criterion: Any) -> Any:
         """Of the criteria that transformers makes, those that ask less than ours."""
         if isinstance(criterion, EosTokenCriteria) and grammar is not None:
             return lambda ids, scores: criterion(ids, scores) & ~grammar.belongs(ids)
         if isinstance(criterion, StopStringCriteria):
-            return lambda ids, scores: criterion(ids[:, answer:], scores)
+            return lambda ids, scores: criterion(ids[:, stops_from:], scores)
         return criterion
 
     def begin() -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
+from engine.chats import special_tokens
 from engine.errors import OptionError
 from engine.request.constraint import Constraint
 from engine.request.number_length import Reading, number_tokens
@@ -69,7 +70,7 @@ class Grammar(LogitsProcessor):
                 f"{unique[0].said} ends a text with an end token, and this call has none: give eos_token_id"
             )
         self._unique, self._tokenizer = unique, tokenizer
-        special = _special_ids(tokenizer, vocabulary)
+        special = frozenset(() if tokenizer is None else special_tokens(tokenizer)) & frozenset(range(vocabulary))
         # The library takes its end tokens for no text: where the call has none of these, another one stands in.
         library_ends = (self._ends & special) or special or self._ends
         self.ordinary_ends = self._ends - library_ends
@@ -253,13 +254,6 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts have in common."""
     differs = (number for number, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
     return next(differs, min(len(one), len(other)))
-
-
-def _special_ids(tokenizer: Any, vocabulary: int) -> frozenset[int]:
-    """The tokens that no text spells."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {*getattr(tokenizer, "all_special_ids", ()), *(token for token, one in added.items() if one.special)}
-    return frozenset(token for token in found if token < vocabulary)
 
 
 _TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()

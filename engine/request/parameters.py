@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from engine.chats import OPTIONS
 from engine.errors import OptionError
 from engine.request import kinds
 from engine.request.call import Call
@@ -84,7 +85,7 @@ _OTHERS: dict[str, Kind] = {
     "past_key_values": Kind("a cache, or a tuple of 2 or 4 tensors for each layer", kinds.past),
     "seed": kinds.SEED,
     "top_logprobs": kinds.COUNT,
-    **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code"), kinds.FLAG),
+    **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code", *OPTIONS), kinds.FLAG),
     **dict.fromkeys(("logits_processor", "stopping_criteria"), kinds.CALLABLES),
     "prefix_allowed_tokens_fn": Kind("something callable", kinds.constraint),
     "response_format": Kind(

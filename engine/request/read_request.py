@@ -28,11 +28,12 @@ from caches.transformers_api import (
     prepare_special_tokens,
     special_tokens,
 )
+from engine.chats import OPTIONS, TemplateOptions, chat_ends
 from engine.errors import OptionError
 from engine.model.device_state import seeded
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import vocabulary_of
-from engine.prompt import Prompt, read_prompt
+from engine.prompt import EncodedPrompt, Prompt, is_chat, read_prompt
 from engine.request.call import Call, parameters
 from engine.request.checks import (
     check_applies,
@@ -118,6 +119,8 @@ def read_request(
     if pad is not None and config.pad_token_id is None and (vocabulary := vocabulary_of(model)) is not None:
         pad = pad if 0 <= int(pad) < vocabulary else torch.zeros((), dtype=torch.long, device="cpu")
     grammar = read_grammar(model, call, config, prompt, eos_ids, total - mask.shape[1])
+    stops_in_prompt = not isinstance(call.inputs, EncodedPrompt) or call.inputs.stops_in_prompt
+    stops_from = 0 if stops_in_prompt else prompt.ids.shape[1]
     given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
         prompt=prompt,
@@ -133,8 +136,9 @@ def read_request(
         eos_ids=eos_ids,
         candidates_per_beam=max(2, 1 + (0 if eos is None else eos.numel())),  # transformers counts ids given twice
         pad_id=0 if pad is None else int(pad),
+        stops_from=stops_from,
         stop_strings=() if replaces(call.stopping_criteria, StopStringCriteria) else stop_strings(config, tokenizer),
-        ended=ended(model, config, call.stopping_criteria, tokenizer, grammar, answer=0),
+        ended=ended(model, config, call.stopping_criteria, tokenizer, grammar, stops_from),
         chunk_tokens=chunk_tokens,
         generator=seeded(call.seed, prompt_device(model)),
         grammar=grammar,
@@ -156,6 +160,12 @@ def _read_said(model: PreTrainedModel, call: Call, draft: PreTrainedModel | None
     negative = {name: options.pop(name, None) for name in ARGUMENTS}
     own = pop_own_options(call.strategy, options)
     config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
+    if is_chat(call.inputs):
+        _set_chat_ends(model, call, config)
+    elif said := [name for name in OPTIONS if getattr(call, name) is not None]:
+        raise OptionError(
+            f"{', '.join(said)}: it says how chat messages are read, and the prompt has none: leave it out"
+        )
     strategy = choose_strategy(config, call, options, draft, own)
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
@@ -168,12 +178,14 @@ def _read_inputs(
 ) -> tuple[Prompt, torch.Tensor, Source | None]:
     """The prompt on the model's device, its mask, and the source of an encoder."""
     device, source, config, tokenizer = prompt_device(model), None, said.config, call.tokenizer
+    options = TemplateOptions.of(call)
     if model.config.is_encoder_decoder:
         named = dict(call.inputs) if isinstance(call.inputs, Mapping) else {}
         _refuse_unknown(model, said.model_inputs | named)
-        prompt, source = read_source(model, call.inputs, said.model_inputs, tokenizer, config, device)
+        prompt, source = read_source(model, call.inputs, said.model_inputs, tokenizer, config, device, options)
     else:
-        prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, config.bos_token_id, pad_id=config.pad_token_id)
+        pad_id, begin = config.pad_token_id, config.bos_token_id
+        prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, begin, pad_id=pad_id, options=options)
         _refuse_unknown(model, prompt.model_kwargs)
         prompt = prompt.to(device)
         prepare_special_tokens(model, config, prompt.mask is not None, device, len(prompt.ids))
@@ -186,6 +198,17 @@ def _read_inputs(
         known = known_mask(cache, prompt.ids)
         mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
     return prompt, (mask != 0).long(), source
+
+
+def _set_chat_ends(model: PreTrainedModel, call: Call, config: GenerationConfig) -> None:
+    """Let an answer end at all ends of a chat, unless the call says where."""
+    if "eos_token_id" in call.options or call.tokenizer is None:
+        return
+    vocabulary = vocabulary_of(model)
+    ends = [
+        token for token in chat_ends(call.tokenizer, config.eos_token_id) if vocabulary is None or token < vocabulary
+    ]
+    config.eos_token_id = ends or None
 
 
 def _read_length(

@@ -21,7 +21,9 @@ from strategies.operations import needs_of, nothing
 
 @dataclass(frozen=True)
 class Request:
-    """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder."""
+    """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder.
+    stops_from: the first column in which a stop string may begin.
+    """
 
     prompt: Prompt
     mask: torch.Tensor
@@ -35,6 +37,7 @@ class Request:
     candidates_per_beam: int
     pad_id: int
     stop_strings: tuple[str, ...]
+    stops_from: int
     ended: Callable[[], Callable[[torch.Tensor], torch.Tensor]]
     chunk_tokens: int | None
     source: Source | None

@@ -18,10 +18,11 @@ from caches.out_of_memory import is_out_of_memory
 from caches.spec.read_by import ReadBy
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
+from engine.chats import OPTIONS, TemplateOptions
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
 from engine.output.hf_streamers import ending
-from engine.prompt import without_padding
+from engine.prompt import EncodedPrompt
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, Segment, flat
 from engine.reuse.room import SIZES, HasModel, with_room_for
@@ -130,12 +131,13 @@ class Chat:
     def undo(self) -> None:
         """Remove the last message and its answer."""
         with self._between_turns():
-            self._conversation = replace(self._conversation, messages=self._before_last_question())
+            self._conversation = replace(self._conversation, messages=self._before_last_question(), begun=None)
 
     def _before_last_answer(self) -> tuple[Message, ...]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise InputError("there is no answer to try again: send a message")
-        return self.messages[:-1]
+        begun, last = self._conversation.begun, self.messages[-1]
+        return self.messages[:-1] if begun is None else (*self.messages[:-1], last | {"content": begun})
 
     def _before_last_question(self) -> tuple[Message, ...]:
         asked = [number for number, one in enumerate(self.messages) if one["role"] == "user"]
@@ -172,27 +174,29 @@ class Chat:
             messages, parameters = find_messages(), self._parameters | _checked(given) | _ONE_ANSWER
             if not self._conversation.has_template:
                 parameters = parameters | {"stop_strings": [_PLAIN_STOP, *self._stop_strings(parameters)]}
-            asked = self._conversation.ids(messages)
+            options = TemplateOptions.of({name: parameters.get(name) for name in OPTIONS}).resolved(messages)
+            asked = self._conversation.ids(messages, options)
             ids = torch.tensor([flat(asked)], device="cpu")
             self._go_back_to(ids[0])
             if self.cache is not None:
                 # Before the turn starts: one that fails ends the caller's streamer.
-                self.cache = with_room_for(self.cache, self._generator, without_padding(ids), parameters)
+                self.cache = with_room_for(self.cache, self._generator, EncodedPrompt(ids, is_chat=True), parameters)
         own = self._backend if self.cache is None else {"cache": self.cache}
         # A strategy may not be able to go on from a cache.
         instead = self._without_size if self.cache is not None and self.cache.total_tokens else {}
         pauses = partial(self._pauses, messages, ids[0])
-        chunks = self._start(without_padding(ids), own | parameters, instead, pauses)
+        chunks = self._start(EncodedPrompt(ids, is_chat=True), own | parameters, instead, pauses)
+        finish = partial(self._finish, messages, asked, bool(options.continue_final_message))
         try:
             yield from chunks
         except (GeneratorExit, KeyboardInterrupt):
             if not chunks.given_up:
-                self._finish(messages, asked, chunks.result())
+                finish(chunks.result())
             raise
         except BaseException:
             self.cache = _engine_cache(chunks.result())  # what was read stays there
             raise
-        self._finish(messages, asked, chunks.result())
+        finish(chunks.result())
 
     def _stop_strings(self, parameters: dict[str, Any]) -> list[str]:
         """Those of the parameters, else of their generation config, else of the model's."""
@@ -212,11 +216,15 @@ class Chat:
         options = {option: value for option, value in options.items() if option not in SIZES}
         return {"cache": name, "cache_config": options or None}
 
-    def _finish(self, messages: tuple[Message, ...], asked: tuple[Segment, ...], out: Generation) -> None:
+    def _finish(
+        self, messages: tuple[Message, ...], asked: tuple[Segment, ...], continues: bool, out: Generation
+    ) -> None:
         self.last, self.cache = out, _engine_cache(out)
         assert out.text is not None
         has_end = out.finish_reasons[0] == "eos"
-        self._conversation = self._conversation.answered(messages, asked, out.text[0], out.tokens[0], has_end)
+        self._conversation = self._conversation.answered(
+            messages, asked, out.text[0], out.tokens[0], has_end, continues
+        )
 
     # The cache.
 
@@ -292,7 +300,7 @@ class Chat:
     def _end_of(self, messages: tuple[Message, ...], ids: torch.Tensor) -> int:
         """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
         try:
-            before = flat(self._conversation.ids(messages, is_asked=False)) if messages else []
+            before = flat(self._conversation.ids(messages)) if messages else []
         except Exception:  # a template may refuse them without those that follow
             return 0
         return min(common(before, ids.tolist()), len(ids) - 1)
@@ -335,7 +343,7 @@ class Chat:
             )
         with self._between_turns():
             segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
-            notes = {"messages": list(self.messages), "segments": segments}
+            notes = {"messages": list(self.messages), "segments": segments, "begun": self._conversation.begun}
             model, log = self._generator.model, self.cache.log
             is_right = log is not None and log.why_other(ReadBy.of(model)) is None
             (self.cache if is_right else self.cache.empty_like()).save(path, model, notes=notes)
@@ -348,7 +356,8 @@ class Chat:
                 raise InputError(f"{path} holds a cache, but no conversation: caches.load reads it")
             self.cache = load(path, self._generator.model)
             segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
-            self._conversation = Conversation(self._generator.tokenizer, tuple(notes["messages"]), segments)
+            messages, begun = tuple(notes["messages"]), notes.get("begun")
+            self._conversation = Conversation(self._generator.tokenizer, messages, segments, begun)
             self._branches, self.last = [], None
 
 

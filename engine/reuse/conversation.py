@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.chats import CLOSED, TemplateOptions, ids_of, special_tokens, written
 from engine.errors import InputError
-from engine.prompt import refused_by_template
 
 Message = dict[str, Any]
+_CONTEXT = 8  # tokens that a decoder is shown before others, so that it does not take them for the beginning of a text
 _PLAIN = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant: {}\n"}
 
 
@@ -27,23 +28,22 @@ class Segment:
 class Conversation:
     """Messages as a tokenizer's chat template writes them, or "User: ..." and "Assistant: ..." where it has none.
 
-    segments: the text that was read and generated so far, from the beginning, with its ids.
+    segments: the text that was read and generated so far, from the beginning, with its ids. begun: the content of the
+    last message before the model went on with it; None where the model has begun it.
     """
 
     tokenizer: Any
     messages: tuple[Message, ...] = ()
     segments: tuple[Segment, ...] = ()
+    begun: Any = None
 
     @property
     def has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def ids(self, messages: Sequence[Message], is_asked: bool = True) -> tuple[Segment, ...]:
-        """The segments of these messages: those known already as long as the text begins with them, then the rest.
-
-        is_asked: whether what makes the model answer comes last.
-        """
-        text, position, found = self._text(messages, is_asked), 0, []
+    def ids(self, messages: Sequence[Message], options: TemplateOptions = CLOSED) -> tuple[Segment, ...]:
+        """The segments of these messages: those known already as long as the text begins with them, then the rest."""
+        text, position, found = self._text(messages, options), 0, []
         for segment in self.segments:
             # Templates remove white space around the text of a message.
             forms = (segment.text, segment.text.strip())
@@ -53,41 +53,49 @@ class Conversation:
             found.append(segment)
             position += len(known)
         if position < len(text):
-            found.append(Segment(text[position:], self._tokenized(text[position:], position == 0)))
+            rest = text[position:]
+            # Templates write the token that begins a text themselves.
+            ids = ids_of(self.tokenizer, rest, options) if self.has_template else self._plain_ids(rest, position == 0)
+            found.append(Segment(rest, tuple(ids)))
         return tuple(found)
 
-    def _text(self, messages: Sequence[Message], is_asked: bool) -> str:
+    def _text(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         if self.has_template:
-            try:
-                return str(
-                    self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_asked)
-                )
-            except Exception as error:  # a template raises what it likes
-                raise refused_by_template(error) from error
+            return written(self.tokenizer, messages, options)
         for message in messages:
             if message["role"] not in _PLAIN:
                 raise InputError(
                     f"the tokenizer has no chat template, and role={message['role']!r} is none of {', '.join(_PLAIN)}"
                 )
-        return "".join(_PLAIN[one["role"]].format(one["content"]) for one in messages) + "Assistant:" * is_asked
+        options = options.resolved(messages)
+        text = "".join(_PLAIN[one["role"]].format(one.get("content") or "") for one in messages)
+        text = text.removesuffix("\n") if options.continue_final_message else text
+        return text + "Assistant:" * bool(options.add_generation_prompt)
 
-    def _tokenized(self, text: str, is_first: bool) -> tuple[int, ...]:
-        adds_bos = is_first and not self.has_template  # templates write it themselves
-        return tuple(self.tokenizer(text, add_special_tokens=adds_bos)["input_ids"])
+    def _plain_ids(self, text: str, is_first: bool) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=is_first)["input_ids"])
 
     def answered(
-        self, messages: Sequence[Message], asked: tuple[Segment, ...], answer: str, tokens: Sequence[int], has_end: bool
+        self,
+        messages: Sequence[Message],
+        asked: tuple[Segment, ...],
+        answer: str,
+        tokens: Sequence[int],
+        has_end: bool,
+        continues: bool,
     ) -> Conversation:
         """The same after an answer of these tokens to `messages`, which were read as the segments `asked`.
 
-        has_end: whether the last token is one that ends a text.
+        has_end: whether the last token is one that ends a text. continues: whether the answer goes on with the last
+        message.
         """
         said, ending = list(tokens), []
         end = self.tokenizer.convert_ids_to_tokens(said[-1]) if said else ""
-        is_special = bool(said) and said[-1] in self._special_ids
+        is_special = bool(said) and said[-1] in special_tokens(self.tokenizer)
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         if not is_special and has_end and said[-1] in added and answer.endswith(end):  # a word of the template
             answer, is_special = answer.removesuffix(end), True
+        gap = self._space_before(said, asked)
         text = answer
         if is_special:
             ending = [Segment(end, (said.pop(),))]
@@ -95,15 +103,31 @@ class Conversation:
             while not answer.startswith(text := self._text_of(said)):
                 said.pop()
             ending = [Segment(complete[len(text) :], tuple(tokens[len(said) :]))]
-        message = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
-        return Conversation(self.tokenizer, (*messages, message), (*asked, Segment(text, tuple(said)), *ending))
+        segments = (*asked, Segment(gap + text, tuple(said)), *ending)
+        if continues:
+            *messages, last = messages
+            begun, shown = last.get("content"), asked[-1].text if asked else ""
+            message = dict(last, content=_joined(begun, shown, gap + answer))
+        else:
+            begun, message = None, {"role": "assistant", "content": answer if self.has_template else answer.strip()}
+        return Conversation(self.tokenizer, (*messages, message), segments, begun)
+
+    def _space_before(self, tokens: list[int], asked: Sequence[Segment]) -> str:
+        """The space before the text of these tokens, which decoders leave out as if the text began there."""
+        before = flat(asked)[-_CONTEXT:]
+        return self._text_of(before + tokens).removeprefix(self._text_of(before)).removesuffix(self._text_of(tokens))
 
     def _text_of(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    @property
-    def _special_ids(self) -> set[int]:
-        return set(getattr(self.tokenizer, "all_special_ids", ()))
+
+def _joined(content: Any, shown: str, answer: str) -> Any:
+    """The content of a message that an answer has continued, a text or parts. shown: the text that ends with it, maybe
+    without white space at its end."""
+    if not isinstance(content, str):
+        *parts, last = content or [{"type": "text", "text": ""}]
+        return [*parts, dict(last, text=_joined(last.get("text", ""), shown, answer))]
+    return (content if shown.endswith(content) else content.rstrip()) + answer
 
 
 def flat(segments: Sequence[Segment]) -> list[int]:

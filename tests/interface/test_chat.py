@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, DynamicCache, GenerationConfig, TextIter
 
 import caches
 import engine
+from engine.chats import chat_ends
 from engine.decoding.loop import DecodingLoop
 from engine.reuse.conversation import flat
 
@@ -44,7 +45,8 @@ def history_of(chat):
 
 
 def check_turn(generator, chat, out, backend, **arguments):
-    fresh = generator.generate(history_of(chat), **backend, max_new_tokens=TOKENS, **arguments)
+    ends = chat_ends(generator.tokenizer, generator.model.generation_config.eos_token_id)
+    fresh = generator.generate(history_of(chat), **backend, eos_token_id=ends, max_new_tokens=TOKENS, **arguments)
     assert out.tokens == fresh.tokens
     assert out.text == fresh.text
 

@@ -7,7 +7,18 @@ from places import ROOMS, ROOT
 
 # Lowest first. A part may import those of lower lines, and the parts of the first line each other.
 ENGINE = [
-    {"errors", "host_allocator", "out_of_memory", "result", "prompt", "rows", "tables", "version", "warn_once"},
+    {
+        "chats",
+        "errors",
+        "host_allocator",
+        "out_of_memory",
+        "result",
+        "prompt",
+        "rows",
+        "tables",
+        "version",
+        "warn_once",
+    },
     {"output", "model"},
     {"request"},
     {"decoding", "planning"},

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from engine.chats import special_tokens
 from engine.output.detokenizer import RowText
 from engine.result import Generation, StreamChunk, TokenLogprob
 
@@ -41,7 +42,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._special = frozenset(self.tokenizer.all_special_ids)
+        self._special = frozenset(special_tokens(self.tokenizer))
 
     # A stream.
 

@@ -177,7 +177,10 @@ class Message(BaseModel):
 
 
 class ChatRequest(_Request):
-    """Of /v1/chat/completions. max_completion_tokens and max_tokens are the same."""
+    """Of /v1/chat/completions. max_completion_tokens and max_tokens are the same.
+
+    continue_final_message, add_generation_prompt, sanitize_control_tokens: see `engine.chats.TemplateOptions`.
+    """
 
     echo: ClassVar[bool] = False  # of completions alone
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
@@ -186,6 +189,9 @@ class ChatRequest(_Request):
     top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
     tools: _Objects | None = None
     tool_choice: Literal["none", "auto"] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    sanitize_control_tokens: bool = True
 
     @model_validator(mode="after")
     def _fits_together(self) -> Any:
@@ -193,6 +199,8 @@ class ChatRequest(_Request):
             raise ValueError("top_logprobs is for logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens are the same thing, and differ: leave one out")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt contradict each other: leave one out")
         if self.tool_choice == "auto" and not self.tools:
             raise ValueError("tool_choice is for tools, and there are none")
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from jinja2 import Environment, meta
 
 import strategies
 from configs import ConfigError
+from engine.chats import TemplateOptions, ids_of, written
 from engine.errors import InputError, OptionError
-from engine.prompt import refused_by_template
+from engine.prompt import text_ids
 from engine.serving.http.protocol import ChatRequest, CompletionRequest
 from engine.serving.http.texts import Texts
 from strategies import Strategy
@@ -63,29 +64,29 @@ def characters(body: ChatRequest | CompletionRequest) -> int:
 
 
 def chat_ids(body: ChatRequest, texts: Texts) -> list[int]:
-    """The messages as the model's template writes them, with what makes the model answer. Raises `InputError`."""
+    """The messages as the model's template writes them. Raises `InputError`, `MemoryError`."""
     tokenizer = texts.tokenizer
-    messages = [_without_nulls(message.model_dump(exclude_unset=True)) for message in body.messages]
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     tools = None if body.tool_choice == "none" else body.tools
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError("the model has no chat template: use /v1/completions")
+    _check_template(tokenizer.chat_template, body.engine.chat_template_kwargs, tools)
+    options = replace(TemplateOptions.of(body), more={"tools": tools} | body.engine.chat_template_kwargs)
     try:
-        if not getattr(tokenizer, "chat_template", None):
-            raise InputError("the model has no chat template: use /v1/completions")
-        _check_template(tokenizer.chat_template, body.engine.chat_template_kwargs, tools)
-        options = {"tools": tools, "tokenize": False, "add_generation_prompt": True} | body.engine.chat_template_kwargs
-        try:
-            text = tokenizer.apply_chat_template(list(map(_with_objects, messages)), **options)
-        except TypeError:  # of a template that takes the arguments of tool calls as text
-            text = tokenizer.apply_chat_template(messages, **options)
-        return texts.ids(text, special=False)
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:  # a template raises what it likes
-        raise refused_by_template(error) from None
+        text = written(tokenizer, list(map(_with_objects, messages)), options)
+    except InputError as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+        text = written(tokenizer, messages, options)  # the template takes the arguments of tool calls as text
+    return texts.ids(text, lambda text: ids_of(tokenizer, text, options))
 
 
-def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates take a field that is null for given."""
-    return {name: value for name, value in message.items() if value is not None or name == "content"}
+def continues(body: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer goes on with a text of the request."""
+    if not isinstance(body, ChatRequest):
+        return True
+    messages = [message.model_dump(exclude_unset=True) for message in body.messages]
+    return bool(TemplateOptions.of(body).resolved(messages).continue_final_message)
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
@@ -119,7 +120,10 @@ def _check_template(template: Any, given: dict[str, Any], tools: Any) -> None:
 
 def completion_ids(body: CompletionRequest, texts: Texts) -> list[list[int]]:
     """The ids of each prompt. Raises `InputError`."""
-    return [texts.ids(one) if isinstance(one, str) else one for one in body.prompts]
+    return [
+        texts.ids(prompt, lambda text: text_ids(text, texts.tokenizer)) if isinstance(prompt, str) else prompt
+        for prompt in body.prompts
+    ]
 
 
 _OF_SEARCHES = {

@@ -25,7 +25,7 @@ from engine.errors import (
     OutOfMemoryError,
 )
 from engine.planning.plan import usable_caches
-from engine.prompt import without_padding
+from engine.prompt import EncodedPrompt
 from engine.request.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
 from engine.scoring import scoring
@@ -40,6 +40,7 @@ from engine.serving.http.reading import (
     characters,
     chat_ids,
     completion_ids,
+    continues,
     logprobs_asked,
     parameters,
 )
@@ -178,8 +179,8 @@ class Service:
             message = f"the model {body.model!r:.100} is not here: this server has {self.name!r}"
             raise Refusal(404, error(message, "invalid_request_error", "model_not_found"))
         likeliest, is_chat = logprobs_asked(body), isinstance(body, ChatRequest)
-        continues = not (is_chat or self._has_encoder)
-        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest, continues, body.has_form)
+        goes_on = continues(body) and not self._has_encoder
+        answer = Answer(self.name, is_chat, self._generator.tokenizer, likeliest, goes_on, body.has_form)
         job = Job(body, answer)
         scores = body.echo and likeliest is not None
         needed = (1 if isinstance(body, ChatRequest) else len(body.prompts)) * ((body.max_tokens != 0) + scores)
@@ -194,9 +195,9 @@ class Service:
                 job.texts.append(text)
                 if scores and len(ids) > 1:
                     counted = len(ids) if body.max_tokens == 0 else 0  # else with the run that generates
-                    text.scored = self._submitted(ids[:1], _scoring(ids, own), counted)
+                    text.scored = self._submitted(ids[:1], is_chat, _scoring(ids, own), counted)
                 if body.max_tokens != 0:
-                    text.request = self._submitted(ids, own, len(ids))
+                    text.request = self._submitted(ids, is_chat, own, len(ids))
         except BaseException as failed:
             job.cancel()
             if isinstance(failed, EngineError):
@@ -254,8 +255,9 @@ class Service:
             message = f"{len(self._open)} prompts run or wait, and this server takes {most} at once: try again later"
             raise Refusal(429, error(message, "rate_limit_error", "queue_full"), max(1, wait_s))
 
-    def _submitted(self, ids: list[int], parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
-        request = self._batch.submit(without_padding(torch.tensor([ids], device="cpu")), **parameters)
+    def _submitted(self, ids: list[int], is_chat: bool, parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
+        prompt = EncodedPrompt(torch.tensor([ids], device="cpu"), is_chat, stops_in_prompt=False)
+        request = self._batch.submit(prompt, **parameters)
         task = asyncio.create_task(self._count(request, prompt_tokens))
         self._open.add(task)
         task.add_done_callback(self._open.discard)

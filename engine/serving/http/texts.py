@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +25,10 @@ class Texts:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def ids(self, text: str, special: bool = True) -> list[int]:
-        """special: with the tokens that begin and end each text. Raises `InputError`, `MemoryError`."""
+    def ids(self, text: str, read: Callable[[str], list[int]]) -> list[int]:
+        """What `read` makes of a text, if its ids may fit. Raises `InputError`, `MemoryError`."""
         self._check_size(text)
-        ids = self._tokenized(text, special)
+        ids = _tokenized(text, read)
         if not ids:
             raise InputError("the prompt is empty: the model needs at least one token to begin with")
         return ids
@@ -43,19 +44,25 @@ class Texts:
             )
         size = LONG_CHARACTERS
         while size < len(text):  # the beginning shows whether the rest need be read
-            if (tokens := len(self._tokenized(text[:size], special=False))) > most + _MARGIN_TOKENS:
+            if (tokens := len(_tokenized(text[:size], self._plain_ids))) > most + _MARGIN_TOKENS:
                 raise InputError(
                     f"the first {size:,} of {len(text):,} characters of the prompt have {tokens:,} tokens, but the "
                     f"model's context has {most:,} for prompt and answer: shorten the prompt"
                 )
             size *= 4
 
-    def _tokenized(self, text: str, special: bool) -> list[int]:
-        _check_memory(_BYTES_PER_CHARACTER * len(text))
-        try:
-            return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-        except (TypeError, ValueError) as error:  # half of a surrogate pair
-            raise InputError(f"the prompt is no text: {type(error).__name__}") from None
+    def _plain_ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tokenized(text: str, read: Callable[[str], list[int]]) -> list[int]:
+    _check_memory(_BYTES_PER_CHARACTER * len(text))
+    try:
+        return read(text)
+    except InputError:
+        raise
+    except (TypeError, ValueError) as error:  # half of a surrogate pair
+        raise InputError(f"the prompt is no text: {type(error).__name__}") from None
 
 
 def _check_memory(size: int) -> None:
