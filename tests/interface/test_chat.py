@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, DynamicCache, GenerationConfig, TextIter
 
 import caches
 import engine
-from engine.chats import chat_ends
+from engine.chats import TemplateOptions, chat_ends
 from engine.decoding.loop import DecodingLoop
 from engine.reuse.conversation import flat
 
@@ -217,7 +217,7 @@ def test_without_a_template(tokenizer):
 def check_history(chat):
     """The last prompt is what the messages say, and all before it but the end of the last answer was read already."""
     conversation = chat._conversation
-    expected = conversation._text(chat.messages[:-1], True)
+    expected = conversation._text(chat.messages[:-1], TemplateOptions())
     assert conversation.tokenizer.decode(history_of(chat)["input_ids"][0]) == expected
 
 
@@ -552,7 +552,7 @@ def test_what_cannot_go_back_goes_on_from_a_branch(name, tokenizer):
     check_turn(generator, chat, chat.edit("class A:"), {})  # from the end of the system message, once it was kept
     chat.edit("class B:")
     check_turn(generator, chat, chat.last, {})
-    system = len(flat(chat._conversation.ids(chat.messages[:1], is_asked=False)))
+    system = len(flat(chat._conversation.ids(chat.messages[:1])))
     assert chat.last.stats.cached_tokens >= system > 20
 
 
