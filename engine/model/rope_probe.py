@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,13 +11,25 @@ from transformers import PreTrainedModel
 from caches import Cache, EngineCache, UnsupportedLayerError, build
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
+from caches.spec.model_version import model_version
 from engine.model.columns import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
 
 _TOKENS, _FAR = 4, 1000
-# Per model: an offset in positions, and each layer's keys of the same tokens at position 0 and at the offset.
-_found: WeakKeyDictionary[PreTrainedModel, tuple[int, list[torch.Tensor | None], list[torch.Tensor | None]]]
-_found = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """numbers: what the model rotated by. far: an offset in positions. firsts, laters: each layer's keys of the same
+    tokens at position 0 and at the offset."""
+
+    numbers: tuple[object, ...]
+    far: int
+    firsts: list[torch.Tensor | None]
+    laters: list[torch.Tensor | None]
+
+
+_trials: WeakKeyDictionary[PreTrainedModel, _Trial] = WeakKeyDictionary()
 
 
 def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
@@ -25,13 +38,15 @@ def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
     rotations = view.rotations
     if not rotations:
         return
-    if model not in _found:
+    version, trial = model_version(model), _trials.get(model)
+    numbers = version.buffers, version.settings  # frequencies, and what multiplies them
+    if trial is None or trial.numbers != numbers:
         last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _FAR
         far = max(1, min(_FAR, last - _TOKENS))
-        _found[model] = far, _keys(runner, 0), _keys(runner, far)
-    far, firsts, laters = _found[model]
+        trial = _trials[model] = _Trial(numbers, far, _keys(runner, 0), _keys(runner, far))
+    far = trial.far
     for layer, rotation in rotations.items():
-        first, later = firsts[layer], laters[layer]
+        first, later = trial.firsts[layer], trial.laters[layer]
         assert first is not None
         assert later is not None
         difference = rotation.rotated(first, torch.tensor([[far]], device="cpu")) - later

@@ -13,6 +13,7 @@ import gc
 import pickle
 import re
 import sys
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -257,7 +258,9 @@ def adapters(history: ChangedHistory, beginnings: Any) -> None:
     way = history.draw.choice(["anew", "scale", "merged", "loaded"])
     layers = [one for one in history.model.modules() if isinstance(one, peft.tuners.lora.LoraLayer)]
     if way == "anew":
-        history.wrapper.delete_adapter("default")
+        with warnings.catch_warnings():  # that another one is active then
+            warnings.simplefilter("ignore")
+            history.wrapper.delete_adapter("default")
         history.wrapper.add_adapter("default", _lora())
         history.wrapper.set_adapter("default")
         history.wrapper.eval()

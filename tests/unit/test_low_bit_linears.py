@@ -497,3 +497,54 @@ def test_what_cannot_be_converted_is_refused():
         convert_linears(elsewhere, "int8")
     with pytest.raises(engine.ConfigError, match="weights='int3', but it is one of full, int8, int4"):
         engine.EngineConfig(weights="int3")
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("weights", KINDS)
+def test_there_is_no_checkpoint_without_weights(weights, is_tied, tmp_path):
+    model = model_with(weights, tie_word_embeddings=is_tied)
+    for save in (lambda: model.save_pretrained(tmp_path / "model"), model.state_dict):
+        with pytest.raises(engine.OptionError, match="save the model before it is given to a Generator"):
+            save()
+    assert not list(tmp_path.rglob("*.safetensors"))
+    back = copy.deepcopy(model)
+    assert engine.generate(back, prompt(), max_new_tokens=4).tokens == engine.generate(model, prompt(), max_new_tokens=4).tokens
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("weights", KINDS)
+def test_codes_are_made_anew_of_weights_that_are_loaded(weights, is_tied, is_strict):
+    model, other = (model_with(None, tie_word_embeddings=is_tied) for _ in range(2))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    for one in (model, other):
+        convert_linears(one, weights)
+    first = engine.generate(model, prompt(), max_new_tokens=8)
+    assert not any(model.load_state_dict(state, strict=is_strict))
+    out = engine.generate(model, prompt(), max_new_tokens=8)
+    assert out.tokens == engine.generate(other, prompt(), max_new_tokens=8).tokens != first.tokens
+    with pytest.raises(engine.InputError, match="since it was filled, weights were written"):
+        engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    with pytest.raises(RuntimeError, match=r"up_proj.weight has the shape \(3, 64\), and the layer \(128, 64\)"):
+        model.load_state_dict({name: state[name][:3]}, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("weights", KINDS)
+def test_a_cast_leaves_codes_and_scales(weights, is_tied, dtype):
+    model = model_with(weights, tie_word_embeddings=is_tied)
+    copied = copy.deepcopy(model).to(dtype)
+    for one, other in zip(model.modules(), copied.modules(), strict=True):
+        if isinstance(one, (Int8Linear, Int4Linear)):
+            assert all(map(torch.equal, one.buffers(), other.buffers()))
+            assert other.weight.dtype == dtype
+    embeddings = copied.get_input_embeddings()
+    assert (copied.dtype, embeddings.weight.dtype, embeddings(torch.tensor([3])).dtype) == (dtype,) * 3
+    out = engine.generate(copied, prompt(), max_new_tokens=4, output_logits=True)
+    expected = engine.generate(model, prompt(), max_new_tokens=1, output_logits=True)
+    assert relative(out.logits[0].float(), expected.logits[0]) < 0.1

@@ -1,0 +1,182 @@
+"""Caches whose model has changed since: read again where the engine keeps them, else refused with what has changed."""
+
+import copy
+import gc
+import pickle
+
+import changed
+import pytest
+import torch
+from architectures import ARCHITECTURES, randomised, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import caches
+import engine
+
+NEW = 4
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11, 12]])
+
+
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [(0, 20), *(pytest.param(one, one + 40, marks=pytest.mark.slow) for one in range(20, 500, 40))],
+)
+def test_random_histories_are_right_or_refused(first, last):
+    counts = changed.run(range(first, last))
+    assert counts["went on"] > 0
+    assert any(name.startswith("refused") for name in counts)
+
+
+def llama():
+    return copy.deepcopy(tiny_model("llama"))
+
+
+def other_model():
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(2)  # of which the first layer tells nothing
+    return model
+
+
+def write(model):
+    with torch.no_grad():
+        model.model.layers[3].mlp.down_proj.weight.mul_(2)
+
+
+def go_on(model, out, cache=None, **options):
+    cache = out.cache if cache is None else cache
+    return engine.generate(model, out.sequences, cache=cache, max_new_tokens=NEW, **options)
+
+
+def test_a_pickled_cache_goes_on_with_the_same_weights_alone():
+    model = llama()
+    out = engine.generate(model, IDS, max_new_tokens=NEW)
+    again = pickle.dumps(out.cache)
+    with pytest.raises(engine.InputError, match=r"another model has filled it \(weights: others\)"):
+        go_on(other_model(), out, pickle.loads(again))
+    expected = go_on(model, out, copy.deepcopy(out.cache)).tokens
+    assert go_on(llama(), out, pickle.loads(again)).tokens == expected
+    write(model)
+    with pytest.raises(engine.InputError, match="since it was filled, weights were written"):
+        go_on(model, out, pickle.loads(pickle.dumps(out.cache)))
+
+
+def test_a_cache_of_a_model_that_was_freed_is_refused():
+    model = llama()
+    out = engine.generate(model, IDS, max_new_tokens=NEW)
+    del model
+    gc.collect()
+    with pytest.raises(engine.InputError, match="the model that has filled it was freed.*trust_cache=True"):
+        go_on(llama(), out)
+    trusted = go_on(llama(), out, trust_cache=True)
+    assert trusted.stats.prompt_tokens == 1
+    with pytest.raises(caches.CacheFileError, match="which model filled this cache is not known"):
+        out_of_nothing = caches.build("dynamic", llama().config)
+        out_of_nothing.save("nowhere")
+
+
+def test_who_vouches_once_goes_on_with_the_same_model():
+    model, other = llama(), other_model()
+    out = engine.generate(model, IDS, max_new_tokens=NEW)
+    second = go_on(other, go_on(other, out, trust_cache=True))
+    assert second.stats.prompt_tokens == 1
+    with pytest.raises(engine.InputError, match="another model object has filled it"):
+        go_on(model, second)
+    more = {"input_ids": second.sequences[:, -1:], "attention_mask": torch.ones_like(second.sequences)}
+    third = engine.generate(model, more, cache=second.cache, max_new_tokens=NEW, trust_cache=True)
+    whole = torch.cat([second.sequences, third.sequences[:, 1:]], dim=1)
+    assert engine.generate(model, whole, cache=third.cache, max_new_tokens=NEW).stats.prompt_tokens == 1
+
+
+def test_a_cache_of_transformers_remembers_too():
+    model = llama()
+    out = engine.generate(model, IDS, cache=DynamicCache(config=model.config), max_new_tokens=NEW)
+    write(model)
+    with pytest.raises(engine.InputError, match="weights were written"):
+        go_on(model, out)
+
+
+def test_weights_that_are_written_in_the_middle_of_a_stream():
+    model = llama()
+    generator = engine.Generator(model, config=engine.EngineConfig(prefix_store_bytes=10**7))
+    long = torch.arange(40)[None] % 90 + 2
+    stream = generator.stream(long, max_new_tokens=NEW)
+    next(stream)
+    write(model)
+    out = list(stream) and stream.result()
+    with pytest.raises(engine.InputError, match="while it was filled, weights were written"):
+        go_on(model, out)
+    assert generator.generate(long, max_new_tokens=NEW).stats.cached_tokens == 0
+
+
+def test_a_prefix_is_refused_until_it_is_read_again():
+    model = llama()
+    generator = engine.Generator(model)
+    prefix = generator.prefill(IDS)
+    expected = prefix.generate([3, 4], max_new_tokens=NEW).tokens
+    write(model)
+    with pytest.raises(engine.InputError, match="since it was filled, weights were written"):
+        prefix.generate([3, 4], max_new_tokens=NEW)
+    with pytest.raises(caches.CacheFileError, match="since it was filled, weights were written"):
+        prefix.save("nowhere")
+    assert prefix.generate([3, 4], max_new_tokens=NEW, trust_cache=True).stats.prompt_tokens == 2
+    assert generator.prefill(IDS).generate([3, 4], max_new_tokens=NEW).tokens != expected
+
+
+@pytest.fixture
+def shipped():
+    model = AutoModelForCausalLM.from_pretrained(engine.SHIPPED_MODEL)
+    return engine.Generator(model, AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL))
+
+
+def test_a_chat_reads_again(shipped, tmp_path):
+    chat = shipped.chat(max_new_tokens=NEW)
+    chat.send("import os")
+    shipped.model.model.rotary_emb.inv_freq.mul_(2)
+    chat.save(tmp_path / "chat")  # without a cache that is not this model's
+    resumed = shipped.chat(resume=tmp_path / "chat", max_new_tokens=NEW)
+    assert resumed.cache.total_tokens == 0
+    for one in (chat, resumed):
+        out = one.send("x = 1")
+        assert out.stats.cached_tokens == 0
+        assert one.messages == chat.messages
+    assert resumed.send("y").stats.cached_tokens > 0
+
+
+def test_files_are_of_buffers_and_settings_too(tmp_path):
+    model = llama()
+    out = engine.generate(model, IDS, max_new_tokens=NEW)
+    out.cache.save(tmp_path / "cache")
+    for change, part in (
+        (lambda other: other.model.rotary_emb.inv_freq.mul_(2), "buffers"),
+        (lambda other: setattr(other.model.layers[0].input_layernorm, "variance_epsilon", 0.5), "settings"),
+        (lambda other: other.model.layers[0].mlp.up_proj.weight.data.mul_(2), "weights"),
+    ):
+        other = llama()
+        change(other)
+        with pytest.raises(caches.CacheFileError, match=rf"of another model \({part}: others\)"):
+            caches.load(tmp_path / "cache", other)
+    other = llama()
+    assert go_on(other, out, caches.load(tmp_path / "cache", other)).stats.prompt_tokens == 1
+
+
+def test_stored_prefixes_in_a_folder_are_of_the_weights_that_read_them(tmp_path):
+    """A cache that goes to the folder after the model has changed is not written as one of the new weights."""
+    options = engine.EngineConfig(prefix_store_bytes=10**7, prefix_store_folder=str(tmp_path))
+    model, long = llama(), torch.arange(60)[None] % 90 + 2
+    generator = engine.Generator(model, config=options)
+    generator.generate(long, max_new_tokens=NEW)
+    write(model)
+    generator.release()
+    again = engine.Generator(model, config=options).generate(long, max_new_tokens=NEW)
+    assert (again.tokens, again.stats.cached_tokens) == (engine.generate(model, long, max_new_tokens=NEW).tokens, 0)
+
+
+def test_a_sink_asks_again_how_keys_are_rotated():
+    """What was measured of a model is of its frequencies then."""
+    model = randomised(*ARCHITECTURES["llama"])
+    options = {"cache": "sink", "cache_config": {"window_length": 8, "num_sink_tokens": 2}, "max_new_tokens": NEW}
+    engine.generate(model, IDS, **options)
+    model.model.rotary_emb.inv_freq.mul_(1.5)
+    with pytest.raises(caches.UnsupportedLayerError, match="are not rotated as its configuration says"):
+        engine.generate(model, IDS, **options)
