@@ -37,9 +37,10 @@ limits: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 300
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 60 --cold
 
-# Random histories of live caches; 500 of them are among the tests.
+# Random histories of live caches, and of caches whose model changes; 500 of each are among the tests.
 histories: .venv/installed
 	$(BIN)/python tests/support/histories.py 10000
+	$(BIN)/python tests/support/changed.py 10000
 
 # Random calls beside transformers' generate; 200 are among the default tests, 2,000 among the slow ones.
 random-calls: .venv/installed

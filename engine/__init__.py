@@ -117,8 +117,8 @@ def generate(
     cache_config : dict or CacheConfig, optional
         Options of that backend; without `cache` they change the cache of a `Generator`'s `EngineConfig`.
     trust_cache : bool, default False
-        With a live cache: whether its content is taken for the beginning of the prompt where that cannot be checked.
-        What is known to differ is refused in any case.
+        With a live cache: whether its content is taken for the beginning of the prompt where that cannot be checked,
+        also where its model has changed since. Tokens that are known to differ are refused in any case.
     past_key_values, cache_implementation, use_cache, return_legacy_cache
         As in transformers: a live cache, a name of `cache`, `False` for "none", and tuples in place of a cache.
     on_oom : list of str, optional

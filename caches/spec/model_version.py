@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -136,9 +136,10 @@ def _counted(module: nn.Module) -> Callable[[str], bool]:
 def plain_parts(tensor: torch.Tensor | None) -> Sequence[torch.Tensor]:
     """A tensor as those of which its values can be read: what a quantized or distributed one consists of, in this
     process. None of them where it has no values: on the meta device, or where its memory was given back."""
+    if not isinstance(tensor, torch.Tensor):
+        return ()
     if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-        is_there = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.data_ptr()
-        return (tensor,) if tensor is not None and is_there else ()
+        return (tensor,) if tensor.layout is torch.strided and tensor.data_ptr() else ()
     return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]
 
 
@@ -208,4 +209,4 @@ def _inactive_parts(layer: Any) -> Iterator[Any]:
     for name in (*names, *getattr(type(layer), "other_param_names", ())):
         by_adapter = getattr(layer, name, None)
         if isinstance(by_adapter, nn.Module):  # a dict of modules, parameters or buffers
-            yield from (part for adapter, part in by_adapter.items() if adapter not in active)
+            yield from (part for adapter, part in cast(Any, by_adapter).items() if adapter not in active)

@@ -33,7 +33,12 @@ BREAKAGES = {
 }
 
 
-@pytest.mark.parametrize("breakage", BREAKAGES)
+QUICK = {"nobody asks", "weights are not read", "a freed model is like any"}
+
+
+@pytest.mark.parametrize(
+    "breakage", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in BREAKAGES]
+)
 def test_a_breakage_is_noticed(breakage, monkeypatch):
     monkeypatch.setattr(*BREAKAGES[breakage])
     for seed in range(500):

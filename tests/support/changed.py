@@ -79,6 +79,11 @@ class ChangedHistory(reused.History):
                 operation(self, beginnings)
         return self.counts
 
+    def explained(self, refusal: str, changed: set[str]) -> None:
+        """The refusal names something that has changed."""
+        reasons = "|".join(REASONS[change] for change in changed) or "nothing has changed"
+        assert re.search(reasons, refusal), (sorted(changed), refusal)
+
     def check_reused(self, filled: Filled, ids: list[int], run: Any) -> list[int] | None:
         """The new tokens of `run`, which goes on from what is filled; None where that is refused, with a true reason.
 
@@ -87,9 +92,8 @@ class ChangedHistory(reused.History):
         changed = {change for change in self.changes[filled.begin :] if not (filled.is_pickled and change in _OBJECTS)}
         try:
             out = run()
-        except (engine.InputError, caches.CacheFileError) as error:
-            reasons = [REASONS[change] for change in changed]
-            assert re.search("|".join(reasons) or "nothing has changed", str(error)), (sorted(changed), str(error))
+        except engine.InputError as error:
+            self.explained(str(error), changed)
             self.counts[f"refused: {', '.join(sorted(changed))}"] += 1
             return None
         expected = self.plain.generate(reused._unpadded(torch.tensor([ids])), max_new_tokens=NEW, **self.options)
@@ -190,7 +194,7 @@ def saved(history: ChangedHistory, beginnings: Any) -> None:
             filled.content.save(path, history.model)
             loaded = caches.load(path, history.model)
         except caches.CacheFileError as error:
-            assert re.search("|".join(REASONS[one] for one in changed) or "nothing has changed", str(error)), error
+            history.explained(str(error), changed)
             history.counts["not saved"] += 1
             continue
         assert not changed or filled.is_pickled, changed
@@ -236,19 +240,16 @@ def load_state(history: ChangedHistory, beginnings: Any) -> None:
 
 
 def buffers(history: ChangedHistory, beginnings: Any) -> None:
-    found = [module for module in history.model.modules() if isinstance(getattr(module, "inv_freq", None), torch.Tensor)]
-    found += [module for module in history.model.modules() if "sliding_attention_inv_freq" in dict(module._buffers)]
+    found = [table for name, table in history.model.named_buffers() if re.search(r"(?<!original_)inv_freq$", name)]
     if found:
-        module = history.draw.choice(found)
-        name = "inv_freq" if hasattr(module, "inv_freq") else "sliding_attention_inv_freq"
-        getattr(module, name).data.mul_(1 + history.draw.random())
+        history.draw.choice(found).data.mul_(1 + history.draw.random())
         history.changes.append("buffers")
 
 
 def settings(history: ChangedHistory, beginnings: Any) -> None:
     found = [(module, name) for module in history.model.modules() for name in NUMBERS if name in vars(module)]
     module, name = history.draw.choice(found)
-    setattr(module, name, getattr(module, name) + 0.5 * history.draw.random())
+    setattr(module, name, getattr(module, name) + history.draw.choice([1, 10, 100]))
     history.changes.append("settings")
 
 
@@ -271,8 +272,8 @@ def adapters(history: ChangedHistory, beginnings: Any) -> None:
         merged = any(layer.merged for layer in layers)
         (history.wrapper.unmerge_adapter if merged else history.wrapper.merge_adapter)()
     else:
-        state = peft.get_peft_model_state_dict(history.wrapper)
-        peft.set_peft_model_state_dict(history.wrapper, {name: -tensor for name, tensor in state.items()})
+        state = {name: -tensor for name, tensor in peft.get_peft_model_state_dict(history.wrapper).items()}
+        peft.set_peft_model_state_dict(history.wrapper, state)
     history.changes += ["adapters", "weights"]
 
 
@@ -306,8 +307,8 @@ def nothing(history: ChangedHistory, beginnings: Any) -> None:
     """All goes on."""
 
 
-FILL = [*[live] * 6, prefix, prefix, stream, pickled, pickled, saved, reused.new_chat, reused.chat_fork, reused.chat_save,
-        reused.other_prompt, reused.restart]  # fmt: skip
+FILL = [*[live] * 6, prefix, prefix, stream, pickled, pickled, saved, reused.new_chat, reused.chat_fork,
+        reused.chat_save, reused.other_prompt, reused.restart]  # fmt: skip
 CHANGE = [*[nothing] * 8, in_place, through_data, through_data, load_state, buffers, settings, adapters,
           adapters, other_adapter, other_object]  # fmt: skip
 GO_ON = [*[live_turn] * 8, *[prefix_turn] * 4, *[reused.chat_turn] * 3, reused.turn, many]

@@ -23,8 +23,8 @@ _LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0
          "rope_theta": 10_000.0, "original_max_position_embeddings": 32}  # fmt: skip
 _XGLM = {"vocab_size": 101, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4,
          "max_position_embeddings": 32}  # fmt: skip
-_RECURRENT = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
-              "num_attention_heads": 4, "num_key_value_heads": 1, "lru_width": 32, "attention_window_size": 16}  # fmt: skip
+_RECURRENT = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "lru_width": 32,
+              "num_attention_heads": 4, "num_key_value_heads": 1, "attention_window_size": 16}  # fmt: skip
 CHANGE_AS_THEY_COMPUTE = {
     "dynamic": ("LlamaConfig", _LLAMA | {"max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
     "longrope": ("LlamaConfig", _LLAMA | {"max_position_embeddings": 64, "rope_parameters": _LONG}),
