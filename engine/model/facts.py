@@ -182,10 +182,10 @@ class ModelFacts:
         changed = ("_forward_hooks", "_forward_pre_hooks", "forward")
         if self._ranks.size > 1 or any(vars(module).get(name) for module in self._model.modules() for name in changed):
             return None
-        try:
-            return _file_of(type(self._model), self._model.config, self._model.dtype, prompt_device(self._model).type)
-        except OSError:  # the user has no home folder
-            return None
+        model, attention = self._model, attn_implementation(self._model.config)
+        with suppress(OSError):
+            return _file_of(type(model), model.config, attention, model.dtype, prompt_device(model).type)
+        return None
 
 
 def _several(text: trials.Text) -> bool | None:
@@ -227,12 +227,33 @@ def _has_other_windows(config: PreTrainedConfig) -> bool:
     return not sizes <= announced
 
 
-def _file_of(model: type, config: PreTrainedConfig, dtype: torch.dtype, device: str) -> Path:
-    fields = {name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+def stored_whys(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> list[str]:
+    """What trials have told of models of this class and configuration on such a device: what is not so.
+
+    model: may be on the meta device, and have fewer layers.
+    """
+    with suppress(OSError):
+        attention = attn_implementation(model.config)
+        return [
+            why for why in _read(_file_of(type(model), config, attention, model.dtype, device.type)).values() if why
+        ]
+    return []
+
+
+def _file_of(model: type, config: PreTrainedConfig, attention: str | None, dtype: torch.dtype, device: str) -> Path:
+    """Raises `OSError` where the user has no home folder."""
     releases = [_METHOD, __version__, torch.__version__, transformers.__version__]
-    of_model = [f"{model.__module__}.{model.__qualname__}", str(dtype), device, attn_implementation(config)]
-    described = json.dumps([*releases, *of_model, fields], sort_keys=True, default=str)
+    of_model = [f"{model.__module__}.{model.__qualname__}", attention, str(dtype), device, _fields(config.to_dict())]
+    described = json.dumps([*releases, *of_model], sort_keys=True, default=str)
     return cache_folder() / "facts" / f"{sha256(described.encode()).hexdigest()[:16]}.json"
+
+
+def _fields(config: Any) -> Any:
+    """Those that say how a model computes, not where it came from."""
+    if not isinstance(config, dict):
+        return config
+    others = ("_name_or_path", "dtype", "architectures", "transformers_version")
+    return {name: _fields(value) for name, value in config.items() if name not in others}
 
 
 def _read(file: Path) -> dict[str, str | None]:

@@ -15,6 +15,7 @@ import strategies
 from caches.spec.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
 from engine.errors import InputError, OptionError
+from engine.model.facts import stored_whys
 from engine.model.loading import load, load_config
 from engine.model.placement import read_device, read_dtype
 from engine.model.ranks import OneProcess, ranks_of
@@ -137,6 +138,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
         backends=tuple(backends),
         choice=None if choice is None else choice.title,
         why=why,
+        not_so=tuple(stored_whys(planned.footprint.model, planned.config, planned.device)),
     )
 
 

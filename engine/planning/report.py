@@ -99,6 +99,9 @@ class Plan:
         The title of the recommended backend, None where all are refused.
     why : str
         The reason for the choice, in a sentence.
+    not_so : tuple of str
+        What trials of such models have told so far on this machine, where it limits what can be done: see
+        `Generator.facts`.
     """
 
     model: str
@@ -115,6 +118,7 @@ class Plan:
     backends: tuple[BackendPlan, ...]
     choice: str | None
     why: str
+    not_so: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> BackendPlan:
         """The first backend with this name or title. Raises `KeyError`."""
@@ -186,6 +190,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         ("last logits", megabytes(plan.logits_bytes)),
         ("free", ", ".join(f"{megabytes(size)} ({place})" for place, size in known.items()) or "not known"),
         *([("layers keep", kinds[0])] if len(kinds) == 1 else []),
+        *([("tried", "; ".join(plan.not_so))] if plan.not_so else []),
     ]
 
 
