@@ -26,6 +26,7 @@ from caches.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
 from engine.model.ranks import OneProcess
+from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.version import __version__
 
 _METHOD = 1  # version of the trials: answers of other versions are ignored
@@ -65,7 +66,7 @@ class ModelFacts:
     """Each `why_not_` is the reason why something is not so of the model, or None where it is.
 
     A trial of a few forwards of a few tokens finds it out. Answers are kept with the model, and in a file for all
-    models of this class, configuration and data type. Where memory is out, or logits hardly depend on earlier tokens,
+    models of this class, configuration and data type. Where a trial fails, or logits hardly depend on earlier tokens,
     the reason says so, and later calls try again.
 
     plain_tokens, starts_again: see `engine.model.rope_frequencies`. joined: the trial of joined steps.
@@ -161,21 +162,28 @@ class ModelFacts:
         return why
 
     def _try(self, name: str, trial: Callable[[trials.Text], Answer]) -> tuple[str, bool]:
-        """The reason, empty where it is so, and whether another trial would say the same."""
-        not_so, device = _WHYS[name], prompt_device(self._model).type
-        try:
-            with torch.no_grad(), torch.autocast(device, enabled=False):
-                answer = self._ranks.together(lambda: trial(trials.Text(self._runner)))
-        except Exception as error:
-            self._ranks.meet()
-            if self._ranks.most(is_out_of_memory(error)):
-                return f"memory was out when it was tried whether {not_so}", False
-            return f"it may be that {not_so}: a trial failed ({type(error).__name__}: {error})", True
-        finally:
-            self.note(None)
+        """The reason, empty where it is so, and whether a trial has told. Where memory is out it is made once more."""
+        answer, failure = self._tried(trial)
+        if failure is not None and self._ranks.most(is_out_of_memory(failure)):
+            empty_allocators()
+            answer, failure = self._tried(trial)
+        not_so = _WHYS[name]
+        if failure is not None:
+            return f"it may be that {not_so}: the trial failed ({in_words(failure)})", False
         if answer is None:
             return f"it may be that {not_so}: rounding changes logits as much as earlier tokens do", False
         return (answer if isinstance(answer, str) else "" if answer else not_so), True
+
+    def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:
+        device = prompt_device(self._model).type
+        try:
+            with torch.no_grad(), torch.autocast(device, enabled=False):
+                return self._ranks.together(lambda: trial(trials.Text(self._runner))), None
+        except Exception as error:
+            self._ranks.meet()
+            return None, without_frames(error)
+        finally:
+            self.note(None)
 
     def _file(self) -> Path | None:
         """Of the answers about all models like this one; None where they are about this one alone."""

@@ -234,6 +234,10 @@ def _check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) ->
             f"row {padded[0]} has pads between its tokens (rows that end early are filled up with them), and in "
             f"{name} {why}: go on with that row alone, from its own tokens"
         )
+    if any("token_type" in name for name in request.prompt.model_kwargs):
+        return  # the call says which tokens are read with those behind them in mind
+    if request.prompt.embeds is None and request.before == 0 and has_placeholders(runner.model, request.prompt.ids):
+        return  # a text without its images is no text that could be read at once
     # The token that a run has generated last is read as that run would have read it.
     is_next = log is not None and mask.shape[1] == cached + 1 == log.ids.shape[1]
     if is_next and log is not None and torch.equal(log.ids[:, -1:].to(mask.device), request.prompt.ids[:, -1:]):

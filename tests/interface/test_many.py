@@ -208,16 +208,16 @@ def test_a_trial_of_a_joined_step_without_memory_is_made_again(monkeypatch, tmp_
 
     def fails_once(*arguments):
         trials.append(arguments)
-        if len(trials) == 1:
+        if len(trials) <= 2:
             raise MemoryError
         return tried(*arguments)
 
     monkeypatch.setattr(joined_step, "_tried", fails_once)
     whys = [gen.facts.why_not_joined for _ in range(102)]
     assert len(set(whys[:100])) == 1
-    assert whys[0].startswith("memory was out when it was tried")
+    assert "the trial failed (MemoryError" in whys[0]
     assert whys[100:] == [None, None]
-    assert len(trials) == 2
+    assert len(trials) == 3
 
 
 @pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=len)
