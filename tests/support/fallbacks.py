@@ -4,6 +4,7 @@ import gc
 
 import torch
 from architectures import tiny_model
+from helpers import try_facts
 
 import engine
 
@@ -19,6 +20,7 @@ class OutAt:
     """Raises in the last decoder layer of the forwards that are named, counted from 0."""
 
     def __init__(self, model, forwards, error=OOM["cpu"]):
+        try_facts(model)
         self.forwards, self.error, self.count, self.raised = set(forwards), error, -1, 0
         self.hooks = [
             model.register_forward_pre_hook(self.begin),

@@ -17,6 +17,7 @@ import torch
 from transformers import StoppingCriteria
 
 import caches
+from engine.model.model_runner import ModelRunner
 from strategies import Crop, Emit, Forward, Task
 
 _HAVE_COMPILER = shutil.which("c++") is not None
@@ -57,6 +58,13 @@ def new_cache(name: str, model, tokens: int = 64) -> caches.EngineCache:
 def skip_if_refused(name: str, model) -> None:
     """Skip the test where the backend is not for this kind of model."""
     new_cache(name, model)
+
+
+def try_facts(model) -> None:
+    """Let the model be tried now: forwards that are counted later are those of runs alone."""
+    facts = ModelRunner(model).facts
+    for fact in ("why_not_several", "why_not_cut", "why_not_in_cache"):
+        getattr(facts, fact)
 
 
 def cache_argument(model) -> str:

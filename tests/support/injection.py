@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from helpers import try_facts
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -44,6 +45,7 @@ def failing(
     error: one of ERRORS. late: when the layer has done its work, and so has written to the cache; else before it does
     any. all_happen: where the body ends without an error, all these failures must have happened.
     """
+    try_facts(model)
     layers = decoder_layers(model)
     planned = {forward: layers[layer] for forward, layer in at}
     found = Failures()
