@@ -259,7 +259,7 @@ def test_the_documentation_states_what_was_tried():
     if not all(entry is None or hasattr(transformers, entry[0]) for entry in EVERY.values()):
         pytest.skip("this release of transformers does not know all of them")
     not_so = {name: not_so_of(name) for name in sorted(EVERY)}
-    lines = ["| may be | so | of |", "|---|---|---|"]
+    lines = ["| it may be that | then | architectures |", "|---|---|---|"]
     for fact, follows in FOLLOWS.items():
         names = ", ".join(f"`{name}`" for name, facts in not_so.items() if fact in facts)
         lines.append(f"| {_WHYS[fact]} | {follows} | {names} |")
