@@ -182,7 +182,9 @@ class EncoderDecoderCache:
     tokens, or, as the second, for an equal one of the encoder's.
     """
 
-    def __new__(cls, self_attention_cache: Cache | EncoderDecoder, cross_attention_cache: Cache | EncoderDecoder) -> Any:
+    def __new__(
+        cls, self_attention_cache: Cache | EncoderDecoder, cross_attention_cache: Cache | EncoderDecoder
+    ) -> Any:
         for part in (self_attention_cache, cross_attention_cache):
             if not isinstance(part, (Cache, EncoderDecoder)):
                 raise UnsupportedLayerError(
