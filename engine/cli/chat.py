@@ -13,9 +13,10 @@ from engine.cli import options, output, rendering, values
 from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 from engine.errors import EngineError, OptionError
-from engine.tables import terminal_width
+from engine.tables import counted, terminal_width
 
 if TYPE_CHECKING:
+    from engine.generator import Generator
     from engine.reuse.chat import Chat
 
 _TOKENS = 512  # of an answer, unless an option says otherwise
@@ -41,7 +42,16 @@ def chat(**given: Any) -> None:
             given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
         )
     chooses = {"strategy", "do_sample", "num_beams", "penalty_alpha", "generation_config"} & parameters.keys()
-    Terminal(talk, {} if chooses else {"do_sample": True}).run()
+    Terminal(talk, {} if chooses else {"do_sample": True}).run(_banner(generator, talk))
+
+
+def _banner(generator: Generator, talk: Chat) -> str:
+    """The model, its data type and context, and the cache."""
+    model = generator.model
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    known = "" if context is None else f", context of {counted(context, 'token')}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    return f"{type(model).__name__}, {dtype} on {model.device}, cache {talk.backend}{known}"
 
 
 class Terminal:
@@ -60,11 +70,13 @@ class Terminal:
             "/stats": (self._stats, "speed and cache size of the last answer"),
             "/cache": (self._cache, "NAME: keep the cache in another backend; without a name: which one it is"),
             "/help": (self._help, "these commands"),
+            "/exit": (self._exit, "end the chat"),
         }
 
-    def run(self) -> None:
+    def run(self, banner: str) -> None:
+        """banner: shown first where someone is at the terminal."""
         if sys.stdin.isatty():
-            output.tell("/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
+            output.tell(f"{banner}\n/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
             with suppress(ImportError):  # not on every system: lines can be edited and come again
                 import readline  # noqa: F401
         for message, is_block in self._messages():
@@ -75,6 +87,8 @@ class Terminal:
                     self._print(self._chat.stream(values.checked(message, "the message")))
             except (EngineError, OSError) as error:
                 output.complain(str(error))
+            except EOFError:
+                return
             except KeyboardInterrupt:
                 output.say("")  # the answer so far is the answer
 
@@ -125,15 +139,24 @@ class Terminal:
 
     def _save(self, path: str) -> None:
         self._chat.save(path)
-        output.tell(f"saved to {path}: {self._chat!r}")
+        output.tell(f"saved to {path}: {self._standing}")
 
     def _load(self, path: str) -> None:
         self._chat.resume(path)
-        output.tell(repr(self._chat))
+        output.tell(f"loaded from {path}: {self._standing}")
 
     def _undo(self) -> None:
         self._chat.undo()
-        output.tell(repr(self._chat))
+        output.tell(f"removed the last message: {self._standing}")
+
+    @property
+    def _standing(self) -> str:
+        cache = self._chat.cache
+        tokens = 0 if cache is None else cache.total_tokens
+        return f"the conversation has {counted(len(self._chat.messages), 'message')}, {counted(tokens, 'token')} cached"
+
+    def _exit(self) -> None:
+        raise EOFError
 
     def _retry(self) -> None:
         self._print(self._chat.stream_retry(**self._again))

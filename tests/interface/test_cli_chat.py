@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -25,7 +26,7 @@ def test_a_conversation(cli, tmp_path):
     answers += [chat.send(message).text[0] for message in ("x \n= 1", "y")]
     assert (done.exit_code, done.stdout) == (0, "".join(f"{answer}\n" for answer in answers))
     assert "time to first token" in done.stderr
-    assert f"saved to {path}: Chat(5 messages, " in done.stderr
+    assert f"saved to {path}: the conversation has 5 messages, " in done.stderr
     assert "cache: offloaded" in done.stderr
     assert "error" not in done.stderr
     said = json.loads(cli(["cache", "inspect", str(path), "--json"]).stdout)
@@ -81,6 +82,14 @@ def test_a_max_length_is_not_raised_by_the_default(cli):
     assert cli(["chat", "--set", "max_length=30"], "import os\n").stdout == f"{answer}\n"
 
 
+def test_exit_ends_it(cli):
+    done = cli(["chat", "-n", "2"], "x\n/undo\n/exit\ny\n")
+    assert done.exit_code == 0
+    assert re.fullmatch(r"removed the last message: the conversation has 0 messages, \d+ tokens cached\n", done.stderr)
+    answer = engine.Generator(engine.SHIPPED_MODEL).chat(max_new_tokens=2).send("x").text[0]
+    assert done.stdout == f"{answer}\n"  # none to y
+
+
 def test_mistakes_do_not_end_it(cli):
     typed = "/it's\n/save it's\n/nothing\n/retry\n/load nowhere\n/save\n/cache nothing\n/undo\n/stats\nx\n/help\n"
     done = cli(["chat", "-n", "2"], typed)
@@ -130,6 +139,7 @@ def test_in_a_terminal():
                 seen += os.read(ours, 4096)
         seen = seen.split(what, 1)[1]
 
+    until(b"LlamaForCausalLM, float32 on cpu, cache dynamic, context of 2,048 tokens")
     until(b"/help lists the commands")
     until(b"> ")
     os.write(ours, b"import os\n")
