@@ -158,10 +158,10 @@ class Grammar(LogitsProcessor):
     def _texts(self, ids: torch.Tensor, prompt: int | None = None) -> list[_Text | None]:
         """The text of each row; None where there is no constraint, `_ENDED` behind an end token without text. prompt:
         see `belongs`."""
-        numbers = self._kinds if prompt is None else self._kinds[prompt : prompt + 1]
-        each, found = len(ids) // len(numbers), list[_Text | None]()
+        kinds = self._kinds if prompt is None else self._kinds[prompt : prompt + 1]
+        each, found = len(ids) // len(kinds), list[_Text | None]()
         for row, tokens in enumerate(ids[:, self._prompt_columns :].tolist()):
-            number = numbers[row // each if self.differs else 0]
+            number = kinds[row // each if self.differs else 0]
             if number is None:
                 found.append(None)
             else:
