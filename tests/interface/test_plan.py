@@ -405,7 +405,9 @@ def needs(model, run_shape):
 @pytest.mark.parametrize(("cache", "options"), [("static", {}), ("quantized", {}), ("sink", {"window_length": 64})])
 def test_a_named_cache_is_described_without_a_claim(cache, options):
     found = plan_of(10**12, cache=cache, cache_config=options)
-    loss = "" if cache == "static" else "; it can change the text"
+    changes = found[cache].changes_text
+    assert (changes is None) == (cache == "static")
+    loss = f"; it can change the text: {changes}" if changes else ""
     assert found.why == f"it fits: it needs {megabytes(found[cache].need_bytes['device'])} of 1,000,000.0 MB free{loss}"
     assert f"Choice: {found.choice}; it fits: it needs" in str(found)
     assert plan_of(1000, cache=cache, cache_config=options).why.startswith("it does not fit: it needs ")
