@@ -69,12 +69,11 @@ def static(specs: Layers, options: StaticCacheConfig) -> Cache:
 def hybrid(specs: Layers, options: HybridCacheConfig) -> Cache:
     """`static` for models of which some layers look back at a window only."""
     sizes = {spec.attention_span.size is None for spec in _known(specs, options) if spec.keeps_kv}
-    if len(sizes) < 2:
-        found, other = ("everything", "static") if True in sizes else ("a window", "sliding_window")
-        found, other = (found, other) if sizes else ("nothing: they keep no keys", "mamba")
+    if False not in sizes:
+        found, other = ("everything", "static") if sizes else ("nothing: they keep no keys", "mamba")
         raise UnsupportedLayerError(
-            "cache='hybrid' is for models of which some layers look back at everything and others at a window; here "
-            f"all look at {found}. Use cache={other!r}"
+            f"cache='hybrid' is for models of which some layers look back at a window; here all look at {found}. Use "
+            f"cache={other!r}"
         )
     return _fixed_size(specs, options)
 

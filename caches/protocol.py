@@ -151,7 +151,7 @@ class EngineCache(Protocol):
         """Row i becomes a copy of row `index[i]` in all that it holds. When this fails half-way: see `unfinished`."""
 
     def crop(self, tokens: int) -> None:
-        """Between steps. Positive: the new size. Negative: how many of the last tokens to remove.
+        """Between steps. Positive: the new size. Negative: how many of the last tokens to remove, at most all.
 
         Raises `StepError`, with nothing changed, where the tokens that would have to come back were evicted.
         """

@@ -167,11 +167,12 @@ class Generation:
     stats : Stats
         Measurements.
     cache : Cache or None
-        The live cache, with all tokens but the last one. It is empty after guidance with a negative prompt
-        longer than the prompts. None for cache="none", if memory ran out before the first forward, and for a
-        cache of transformers' own that a failed step left inconsistent. (transformers' static and sliding
-        layers cannot remove a token: after a failure between a forward and the choice of its token they have
-        the last token too.)
+        The live cache, with all tokens but the last one. After a search it has a row per text, and only the first
+        columns, those of which the search had read the tokens of all its texts. It is empty after guidance with a
+        negative prompt longer than the prompts. None for cache="none", if memory ran out before the first forward, and
+        for a cache of transformers' own that a failed step left inconsistent. (transformers' static and sliding layers
+        cannot remove a token: after a failure between a forward and the choice of its token they have the last token
+        too.)
     scores, logits : tuple of Tensor [rows, vocabulary], or None
         Per new token, float32, after / before the logits processors; None unless `output_scores` / `output_logits`.
     attentions, hidden_states, cross_attentions : tuple or None

@@ -10,10 +10,11 @@ import torch
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import plain
 from caches.core.wrapped_layer import WrappedLayer
-from caches.errors import UnsupportedLayerError
+from caches.errors import StepError, UnsupportedLayerError
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
 from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
+from caches.stores.dense import GrowingStore
 from caches.stores.in_place import open_slots
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.shared_prefix import ForkedStore
@@ -49,6 +50,7 @@ class Layer:
         names = [name for component, names in _STORES_OF.items() if component in spec.components for name in names]
         self.stores: dict[str, Store] = {name: make_store(Slot(spec, name, timeline, scratch)) for name in names}
         self.state = RecurrentState(timeline, preallocated) if STATE in spec.components else None
+        self._is_reached = False  # by the open step
 
     def follow(self, timeline: Timeline, stores: dict[str, Store]) -> None:
         """Use these stores, and this timeline, from here on."""
@@ -63,6 +65,7 @@ class Layer:
                 f"a {self.spec.layer_type} layer wrote {keys.shape[-2]} tokens in a step of {self.timeline.pending} "
                 "tokens: this model keeps more than the tokens it is fed. Use cache='none'"
             )
+        self._is_reached = True
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
 
     def open_slots(self) -> OpenSlots | None:
@@ -99,12 +102,14 @@ class Layer:
         return self.state is None or self.state.can_reject(rejected)
 
     def commit(self, rejected: int) -> None:
+        self._is_reached = False
         for store in self.stores.values():
             store.commit(rejected)
         if self.state is not None:
             self.state.commit(rejected)
 
     def abort(self) -> None:
+        self._is_reached = False
         for part in self._parts():
             part.abort()
 
@@ -117,6 +122,7 @@ class Layer:
             self.state.roll_back(tokens)
 
     def reset(self) -> None:
+        self._is_reached = False
         for part in self._parts():
             part.reset()
 
@@ -201,15 +207,48 @@ class Layer:
             stores[name] = store
         self.follow(prefix, stores)
 
+    def committed(self, name: str) -> torch.Tensor | None:
+        """Committed "keys" or "values" [rows, kv_heads, tokens, head_dim]; None before the first step."""
+        return self.stores[name].committed() if name in self.stores else None
+
     @property
     def keys(self) -> torch.Tensor | None:
-        """Committed keys [rows, kv_heads, tokens, head_dim], or None before the first step."""
-        return self.stores["keys"].committed() if "keys" in self.stores else None
+        """Keys [rows, kv_heads, tokens, head_dim], with those of an open step that has come here; None before any.
+
+        Raises `StepError` where these are not in one tensor, and when other keys are assigned.
+        """
+        return self._shown("keys")
+
+    @keys.setter
+    def keys(self, keys: torch.Tensor) -> None:
+        self._refuse_assignment("keys")
 
     @property
     def values(self) -> torch.Tensor | None:
-        """Committed values [rows, kv_heads, tokens, head_dim], or None before the first step."""
-        return self.stores["values"].committed() if "keys" in self.stores else None
+        """Values, as `keys`."""
+        return self._shown("values")
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        self._refuse_assignment("values")
+
+    def _shown(self, name: str) -> torch.Tensor | None:
+        store = self.stores.get(name)
+        if not self._is_reached or store is None:
+            return self.committed(name)
+        if not isinstance(store, GrowingStore):
+            raise StepError(
+                f"{name} of a layer were read in the middle of a step, when this cache does not have them in one "
+                "tensor: read them after the forward, or use cache='dynamic'"
+            )
+        return store.shown()
+
+    def _refuse_assignment(self, name: str) -> None:
+        raise StepError(
+            f"{name} were assigned to a layer whose cache counts on the tokens that it has read, so others would be "
+            "taken for them: code that shortens caches needs transformers' own, which it can shorten here too, as "
+            "engine.generate(model, prompt, cache=transformers.DynamicCache(config=model.config))"
+        )
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:

@@ -215,11 +215,7 @@ class LayerStack:
     def crop(self, tokens: int) -> None:
         """See `EngineCache.crop`. 0 removes nothing."""
         self.check_closed()
-        remove = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
-        if remove > self.total_tokens:
-            raise StepError(
-                f"crop({tokens}): the cache holds {self.total_tokens} tokens, {remove} cannot be removed from it"
-            )
+        remove = max(0, self.total_tokens - tokens) if tokens > 0 else min(-tokens, self.total_tokens)
         if remove and remove == self.total_tokens:
             self.log = None
             self._empty()

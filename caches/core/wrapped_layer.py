@@ -37,6 +37,11 @@ class WrappedLayer:
             raise AttributeError(name)
         return getattr(self._layer, name)
 
+    def committed(self, name: str) -> torch.Tensor | None:
+        """Its "keys" or "values", which are committed between steps."""
+        found: torch.Tensor | None = getattr(self._layer, name)
+        return found
+
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
         """Those of transformers' layer, by their number."""

@@ -105,7 +105,7 @@ class Cache(SharedMethods, TransformersCache):
         if self.implicit.take_back(tokens):
             return
         self.implicit.end_step()
-        if -tokens == self.stack.total_tokens:
+        if -tokens >= self.stack.total_tokens:
             self.selection.discard_deferred()
         self.selection.check_finished()
         self.stack.crop(tokens)

@@ -295,7 +295,7 @@ class SharedMethods:
 
     def __getitem__(self, layer_idx: int) -> tuple[torch.Tensor | None, ...]:
         layer = self._committed_layers()[layer_idx]
-        return _plain(layer.keys), _plain(layer.values)
+        return _plain(layer.committed("keys")), _plain(layer.committed("values"))
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor | None, ...]]:
         return (self[index] for index in range(len(self)))
@@ -303,12 +303,12 @@ class SharedMethods:
     @property
     def key_cache(self) -> list[torch.Tensor | None]:
         """Committed keys of every layer [rows, kv_heads, tokens, head_dim]; None before the first step."""
-        return [_plain(layer.keys) for layer in self._committed_layers()]
+        return [_plain(layer.committed("keys")) for layer in self._committed_layers()]
 
     @property
     def value_cache(self) -> list[torch.Tensor | None]:
         """Committed values of every layer [rows, kv_heads, tokens, head_dim]; None before the first step."""
-        return [_plain(layer.values) for layer in self._committed_layers()]
+        return [_plain(layer.committed("values")) for layer in self._committed_layers()]
 
     @property
     def conv_states(self) -> list[torch.Tensor | None]:
@@ -341,7 +341,8 @@ class SharedMethods:
         Raises `UnsupportedLayerError` where they are not the whole content: states, windows that evicted tokens.
         """
         for index, layer in enumerate(self._committed_layers()):
-            kept = 0 if layer.keys is None else layer.keys.shape[-2]
+            keys = layer.committed("keys")
+            kept = 0 if keys is None else keys.shape[-2]
             if kept != self.total_tokens or layer.spec.components != {KV}:
                 raise UnsupportedLayerError(
                     f"layer {index} ({layer.spec.layer_type}) holds keys and values of {kept} of {self.total_tokens} "

@@ -80,6 +80,12 @@ class GrowingStore:
         timeline = self.timeline
         return buffer.narrow(2, timeline.start, timeline.end + timeline.pending - timeline.start)
 
+    def shown(self) -> torch.Tensor | None:
+        """The kept tokens and those of the open step, once it has appended them."""
+        if self.overflow is not None or self.buffer is None:
+            return self.overflow
+        return self._visible(self._used(self.buffer))
+
     def read_from(self, other: GrowingStore, takes_room: bool) -> None:
         """Hold the kept tokens of `other` where they are: see `Timeline.read_from`."""
         self.buffer = other.buffer if takes_room else other.committed()

@@ -67,12 +67,12 @@ class Draft:
 
     def session(self, request: DraftRequest, options: SessionOptions) -> ModelSession:
         """A session of its own for one run, with an empty cache."""
-        prefix = request.prefix_ids
+        prefix, model_kwargs = request.prefix_ids, dict(request.model_kwargs)
         return ModelSession(
             self._runner,
             self._new_cache(),
-            Columns(request.mask, request.total),
-            ModelInputs(model_kwargs=request.model_kwargs),
+            Columns(request.mask, request.total, model_kwargs.pop("position_ids", None)),
+            ModelInputs(model_kwargs=model_kwargs),
             CachedPrefix(columns_without_ids=0 if prefix is None else prefix.shape[1], ids=prefix),
             options,
         )

@@ -107,7 +107,7 @@ class ForwardArguments:
         if self.prepares_itself or inputs.model_kwargs or is_encoder_decoder:
             # As long as the text, also where only the cache has its first tokens: some models read the length.
             ids = torch.nn.functional.pad(step.ids[:, : end - step.before], (step.before, 0))
-            if not is_encoder_decoder:  # decoders compute their own
+            if not is_encoder_decoder and self._gives_positions(columns):  # decoders compute their own
                 made["position_ids"] = contiguous(columns.positions(0, end))
             model_kwargs = inputs.until(end)
             if ENCODED in model_kwargs:  # models write into the containers, and without a cache every step needs them
@@ -123,10 +123,15 @@ class ForwardArguments:
             mask = one_token_mask(self._model, cache.handle, self.mask_kinds, columns, end)
             made["attention_mask"] = made["attention_mask"] if mask is None else mask
         made["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
-        made["position_ids"] = columns.positions(begin, end)
+        if self._gives_positions(columns):
+            made["position_ids"] = columns.positions(begin, end)
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
             made["cache_position"] = torch.arange(begin, end, device=step.ids.device)
         return self.taken(made)
+
+    def _gives_positions(self, columns: Columns) -> bool:
+        """Models without a cache count the tokens themselves: reformer fails where it has to pad given positions."""
+        return self.of_cache.can_be_ours or not columns.are_plain
 
     def _mask(self, columns: Columns, begin: int, end: int) -> torch.Tensor | None:
         """The 2D mask of a step. Models that keep only recurrent states get the columns of the new tokens alone."""

@@ -12,9 +12,10 @@ from caches import EngineCache
 from caches.spec.accelerate_hooks import prompt_device
 from engine.errors import OptionError
 from engine.model.model_sizes import most_positions
-from engine.prompt import PER_TOKEN
+from engine.prompt import PER_TOKEN, move
 from engine.request.call import Call
 from engine.request.encoder import Recover, Source, encode, source_again
+from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.request import Request
 from engine.request.vocabulary import Translator
 from engine.tables import lengths
@@ -67,6 +68,9 @@ def read_draft_request(
         return DraftRequest(mask, None, total, {}, translator.translation)
     model_kwargs: dict[str, Any] = {}
     source = request.source
+    if _media(request):
+        prompt = replace(request.prompt, model_kwargs=move(request.inputs, device))
+        model_kwargs = complete_model_kwargs(draft, prompt, request.mask, None, request.config)[0].model_kwargs
     if source is not None:
         model_kwargs, source = source_again(draft, request.prompt, source, request.config)
     return DraftRequest(request.mask.to(device), prefix_ids, request.total, model_kwargs, None, source)
@@ -79,11 +83,12 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
             f"the {has} has an encoder and the {lacks} has none, so they do not read the same: give a draft of the "
             "model's kind"
         )
-    media = [name for name in request.prompt.model_kwargs if name not in PER_TOKEN and not name.endswith("_mask")]
-    if request.prompt.embeds is not None or (media and request.source is None):
+    media = _media(request)
+    if request.prompt.embeds is not None or (media and (type(draft) is not type(model) or request.before > 0)):
         raise OptionError(
-            f"a draft sees token ids only, and the prompt has {', '.join(media) or 'inputs_embeds'}: leave "
-            "assistant_model out (prompt_lookup_num_tokens needs no draft)"
+            f"this draft sees token ids only, and the prompt has {', '.join(media) or 'inputs_embeds'}: give a draft "
+            "of the model's class, which reads images and sounds of a whole conversation too, or leave assistant_model "
+            "out (prompt_lookup_num_tokens needs no draft)"
         )
     most, needed = most_positions(draft), request.total - 1
     if most is not None and needed > most:
@@ -91,6 +96,11 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
             f"the draft has {most:,} positions, but {lengths(request.mask.shape[1], request.new_tokens)} need "
             f"{needed:,}: ask for fewer, or give another draft"
         )
+
+
+def _media(request: Request) -> list[str]:
+    """The inputs of a decoder that are neither tokens nor of each token: images, sounds, ..."""
+    return [name for name in request.inputs if name not in PER_TOKEN and not name.endswith("_mask")]
 
 
 def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | None:

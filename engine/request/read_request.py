@@ -106,6 +106,7 @@ def read_request(
         check_pieces(prompt, chunk_tokens)
     infer_mask, tokenizer = functools.partial(_inferred_mask, model, config=config), call.tokenizer
     guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
+    inputs = prompt.model_kwargs if source is None else {}
     if guidance is None:
         prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
     total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source, call.stopping_criteria)
@@ -143,6 +144,7 @@ def read_request(
         generator=seeded(call.seed, prompt_device(model)),
         grammar=grammar,
         top_logprobs=call.top_logprobs,
+        inputs=inputs,
     )
     texts = len(prompt.ids) * needs.texts_per_prompt
     if texts > 1 and not request.length_is_known:

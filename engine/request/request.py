@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -22,7 +23,7 @@ from strategies.operations import needs_of, nothing
 @dataclass(frozen=True)
 class Request:
     """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder.
-    stops_from: the first column in which a stop string may begin.
+    stops_from: the first column in which a stop string may begin. inputs: those of a decoder besides ids, before the model has encoded images and sounds, which a draft encodes too.
     """
 
     prompt: Prompt
@@ -45,6 +46,7 @@ class Request:
     generator: torch.Generator | None
     grammar: Grammar | None
     top_logprobs: int | None
+    inputs: dict[str, Any]
     drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None
 

@@ -126,3 +126,17 @@ def test_positions_of_a_forward_that_died_in_a_foreign_loop():
         cache.reset()
         again = model(ids, past_key_values=cache).logits
         torch.testing.assert_close(again, model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
+def test_reformer_counts_its_tokens_itself(options):
+    """It takes no cache of keys and values, and fails where it has to lengthen positions that it was given."""
+    model = randomised(
+        "ReformerConfig",
+        dict(vocab_size=101, hidden_size=32, attention_head_size=8, num_attention_heads=4, feed_forward_size=64,
+             attn_layers=["local", "local"], is_decoder=True, local_attn_chunk_length=8, axial_pos_embds=False,
+             max_position_embeddings=256, pad_token_id=0, eos_token_id=None),
+    )  # fmt: skip
+    inputs = prompt(pads=0)
+    expected = model.generate(**inputs, max_new_tokens=5, do_sample=False, use_cache=False, **options)
+    assert torch.equal(engine.generate(model, inputs, max_new_tokens=5, **options).sequences, expected)

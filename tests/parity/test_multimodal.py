@@ -1,5 +1,7 @@
 """Images are read with the prompt, and the conversation about them goes on."""
 
+import copy
+
 import pytest
 import torch
 from multimodal import IMAGES, MULTIMODAL, SPECIAL, seeing_model, seen_prompt
@@ -112,3 +114,23 @@ def test_rows_of_images_without_a_cache_are_refused_before_any_work():
     model = seeing_model("llava")
     with pytest.raises(engine.OptionError, match="cannot change places without a cache"):
         engine.generate(model, seen_prompt("llava"), cache="none", num_beams=2, max_new_tokens=3)
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_a_draft_sees_the_images_too(name):
+    """Of the model's class; prompt lookup needs no draft."""
+    model, inputs = seeing_model(name), seen_prompt(name)
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter += 0.02 * parameter.std() * torch.randn_like(parameter) if parameter.numel() > 1 else 0
+    options = OPTIONS | {"output_logits": False}
+    expected = engine.generate(model, inputs, **options).sequences
+    out = engine.generate(model, inputs, assistant_model=draft, **options)
+    assert torch.equal(out.sequences, expected)
+    assert out.stats.accepted_tokens > 0
+    assert torch.equal(engine.generate(model, inputs, prompt_lookup_num_tokens=3, **options).sequences, expected)
+    other = type("Other", (type(model),), {})
+    draft.__class__ = other
+    with pytest.raises(engine.OptionError, match="this draft sees token ids only, and the prompt has pixel_values"):
+        engine.generate(model, inputs, assistant_model=draft, **options)
