@@ -20,7 +20,7 @@ from caches.transformers_api import follows_rows, quantized_parts, quantized_row
 _STATES = ("conv_states", "recurrent_states")
 _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)  # not in 5.17
 
-# Of caches that the engine filled: their token log, how many tokens it fed, how many of them are gone, and the tensors
+# Of caches that the engine filled: their token log, how many tokens it fed, how many of them it lacks, and the tensors
 # with their versions.
 _logs: WeakKeyDictionary[TransformersCache, tuple[TokenLog, int, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
 
@@ -32,7 +32,7 @@ class HFCacheAdapter:
     encoder-decoder cache. Such a step cannot be undone: when it fails the cache is lost, `handle` becomes None and a
     `begin` on the same object raises `StepError`, until it is emptied.
 
-    Other code may shorten layers in the middle of a step, as pruners do: the tokens that are gone still count.
+    Other code may shorten layers in the middle of a step, as pruners do: the tokens that it lacks then still count.
     """
 
     max_rows = None
@@ -45,11 +45,11 @@ class HFCacheAdapter:
         self._before: list[dict[str, Any] | None] = []  # the attributes of layers that cannot crop
         self._tokens = 0  # of the open step
         self._lost = False
-        # _read: tokens committed by us: a cache of states alone does not count them. _gone: those of which its layers
+        # _read: tokens committed by us: a cache of states alone does not count them. _evicted: those of which layers
         # hold nothing: other code has shortened them.
-        _, self._read, self._gone, _ = _logs.get(cache, (None, 0, 0, []))
+        _, self._read, self._evicted, _ = _logs.get(cache, (None, 0, 0, []))
         if self.log is None:
-            self._read = self._gone = 0
+            self._read = self._evicted = 0
         self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
         self._left: list[Any] = []  # and the layers that still have those of before
         self.name = type(cache).__name__
@@ -77,7 +77,7 @@ class HFCacheAdapter:
         # Tensors of inference mode do not count how often they were written. Codes, which HQQ makes in it, never are.
         uncoded = [tensor for layer in self._layers if not isinstance(layer, _QUANTIZED) for tensor in _tensors(layer)]
         if log is not None and not any(tensor.is_inference() for tensor in uncoded):
-            _logs[self._cache] = log, self._read, self._gone, [(ref(tensor), _version(tensor)) for tensor in kept]
+            _logs[self._cache] = log, self._read, self._evicted, [(ref(tensor), _version(tensor)) for tensor in kept]
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -88,7 +88,7 @@ class HFCacheAdapter:
         layers = self._own.layers
         if layers and not any(hasattr(layer, "get_seq_length") for layer in layers):
             return self._read
-        return int(self._own.get_seq_length()) + self._gone
+        return int(self._own.get_seq_length()) + self._evicted
 
     @property
     def batch_size(self) -> int:
@@ -162,8 +162,8 @@ class HFCacheAdapter:
     def can_reject(self, rejected: int) -> bool:
         if not rejected:
             return True
-        is_whole = self.total_tokens >= (self._tokens_before or 0) + self._tokens  # else other code has shortened it
-        return is_whole and all(self._can_take_back(layer, rejected) for layer in self._own.layers)
+        is_complete = self.total_tokens >= (self._tokens_before or 0) + self._tokens  # else other code has shortened it
+        return is_complete and all(self._can_take_back(layer, rejected) for layer in self._own.layers)
 
     def commit(self, rejected: int = 0) -> None:
         if not self.can_reject(rejected):
@@ -177,7 +177,7 @@ class HFCacheAdapter:
                 if _is_window(layer) and layer.record_past and _is_filled(layer):
                     layer.crop(0)  # what has left the window
         self._read += self._tokens - rejected
-        self._gone += max(0, (self._tokens_before or 0) + self._tokens - rejected - self.total_tokens)
+        self._evicted += max(0, (self._tokens_before or 0) + self._tokens - rejected - self.total_tokens)
         self._tokens_before, self._before = None, []
 
     def abort(self) -> None:
@@ -187,12 +187,12 @@ class HFCacheAdapter:
         before = self._tokens_before
         self._lost |= self._own is not self._cache and before == 0
         for index, layer in enumerate(self._own.layers):
-            ahead = int(layer.get_seq_length()) + self._gone - before if _is_filled(layer) else 0
+            ahead = int(layer.get_seq_length()) + self._evicted - before if _is_filled(layer) else 0
             if not ahead and not _restores_attributes(layer):
                 continue
             # Other code may have shortened it.
-            is_whole = ahead >= self._tokens or before == 0 or _restores_attributes(layer)
-            if is_whole and self._can_take_back(layer, self._tokens):
+            is_complete = ahead >= self._tokens or before == 0 or _restores_attributes(layer)
+            if is_complete and self._can_take_back(layer, self._tokens):
                 self._take_back(index, layer, ahead)
             else:
                 self._lost = True
@@ -271,10 +271,10 @@ class HFCacheAdapter:
     def crop(self, tokens: int) -> None:
         self._check_finished()
         remove = max(0, self.total_tokens - tokens) if tokens > 0 else min(-tokens, self.total_tokens)
-        if remove and self._gone:
+        if remove and self._evicted:
             raise StepError(
-                f"other code has shortened this {self.name}: {self._gone} of its {self.total_tokens} tokens are gone, "
-                f"so which are the last {remove} is not known. Reset it and feed the tokens to keep again"
+                f"other code has shortened this {self.name}: {self._evicted} of its {self.total_tokens} tokens are "
+                f"evicted, so which are the last {remove} is not known. Reset it and feed the tokens to keep again"
             )
         for layer in self._own.layers:
             if _restores_attributes(layer) or not self._can_take_back(layer, remove):
@@ -288,7 +288,7 @@ class HFCacheAdapter:
 
     def reset(self) -> None:
         self._cache.reset()
-        self._read, self._gone, self._left, self._lost = 0, 0, [], False
+        self._read, self._evicted, self._left, self._lost = 0, 0, [], False
         for layer in self._layers:  # in transformers 5.17 a growing layer only becomes zeros of the same length
             if _is_filled(layer) and not hasattr(layer, "max_cache_len"):
                 layer.keys = layer.values = None

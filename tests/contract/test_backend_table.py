@@ -285,7 +285,7 @@ TOGETHER = {
     "`quantized`, only states": building("quantized", "mamba"),
     "`quantized`, only windows shorter than what stays in full": building("quantized", "mistral"),
     "`sliding_window` without one": building("sliding_window"),
-    "`hybrid`, all layers alike": building("hybrid", max_cache_len=64),
+    "`hybrid` without windows": building("hybrid", max_cache_len=64),
     "`mamba`, attention": building("mamba"),
 }
 

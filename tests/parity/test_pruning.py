@@ -71,7 +71,7 @@ def test_a_shortened_cache_gives_no_tokens_back():
         engine.generate(model, ids, cache=ours, max_new_tokens=3)
     driven = caches.driven(ours)
     assert driven.total_tokens == 22
-    with pytest.raises(caches.StepError, match="14 of its 22 tokens are gone"):
+    with pytest.raises(caches.StepError, match="14 of its 22 tokens are evicted"):
         driven.crop(-1)
     driven.reset()
     assert driven.total_tokens == 0

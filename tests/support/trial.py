@@ -187,7 +187,7 @@ class Trial:
 
     def crop(self, tokens: int) -> None:
         self.cache.crop(tokens)
-        removed = max(0, self.total_tokens - tokens) if tokens > 0 else -tokens
+        removed = max(0, self.total_tokens - tokens) if tokens > 0 else min(-tokens, self.total_tokens)
         self.last_step = 0 if removed == self.total_tokens else max(0, self.last_step - removed)
         if self.total_tokens and removed == self.total_tokens:
             self.encoded = None  # the next source may be another one
@@ -204,10 +204,8 @@ class Trial:
 
     def can_crop(self, removed: int) -> bool | None:
         """Whether so many of the last tokens can be removed; None where it depends on what a window has overwritten."""
-        if removed in (0, self.total_tokens):
+        if removed == 0 or removed >= self.total_tokens:
             return True
-        if removed > self.total_tokens:
-            return False
         whole = removed == self.last_step or (removed < self.last_step and self._in_part(self.last_fed))
         if self.kind.has_states and not whole:
             return False
