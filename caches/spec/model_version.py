@@ -18,7 +18,7 @@ from caches.torch_api import DisableTorchFunctionSubclass, parts_of, write_count
 
 _SAMPLE = 16  # elements of a tensor that are read
 _TABLE = 64  # first elements of a buffer that is not saved: models make longer ones of it while they compute
-_NUMBERS = {bool, int, float}
+_SETTING_TYPES = {bool, int, float}
 _MODULE = tuple(vars(nn.Module()))  # attributes of every module, which come first
 _NO_SETTINGS = {*_MODULE, "gradient_checkpointing"}
 _PLAIN = {nn.Parameter, torch.Tensor}
@@ -90,14 +90,14 @@ def model_version(model: nn.Module) -> ModelVersion:
 
 def modules_in_use(model: nn.Module) -> tuple[list[nn.Module], set[int]]:
     """Its modules without those of adapters that are not active; and the ids of such adapters' modules and tensors."""
-    found, seen, inactive = [model], {id(model)}, set[int]()
+    found, reached, inactive = [model], {id(model)}, set[int]()
     has_adapters = "peft" in sys.modules
     for module in found:
         if has_adapters:
             inactive.update(map(id, _inactive_parts(module)))
         for child in parts_of(module)[0].values():
-            if child is not None and id(child) not in seen and id(child) not in inactive:
-                seen.add(id(child))
+            if child is not None and id(child) not in reached and id(child) not in inactive:
+                reached.add(id(child))
                 found.append(child)
     return found, inactive
 
@@ -118,7 +118,7 @@ def settings_of(module: nn.Module) -> dict[str, float]:
     found = {
         name: value
         for name, value in islice(attributes.items(), begin, None)
-        if type(value) in _NUMBERS and name not in _NO_SETTINGS and name[0] != "_"
+        if type(value) in _SETTING_TYPES and name not in _NO_SETTINGS and name[0] != "_"
     }
     if found and "rope_type" in attributes:
         counts = _counted(module)
@@ -153,7 +153,7 @@ def _content(views: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
 
 
 def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """Some of its elements, as a view. An odd step, so that rows of usual widths give different columns."""
+    """Some of its elements, as a view. An odd step, so that rows of usual widths give elements at different places."""
     size = tensor.numel()
     if tensor.is_contiguous() or _is_dense(tensor):
         step = max(1, size // _SAMPLE) | 1

@@ -17,11 +17,11 @@ from caches.spec.model_version import ModelVersion, model_version
 class ReadBy:
     """Which model has read tokens, and what it was when it did.
 
-    model: a weak reference, and version: what it was then; None after a pickle, where `fingerprint` says which it was.
+    reader: a weak reference to it, and version: what it was then; None after a pickle, where `fingerprint` says which it was.
     mixed: why no model can go on: it is not one model at one moment, or was not any more when it was pickled; else "".
     """
 
-    model: ref[nn.Module] | None = None
+    reader: ref[nn.Module] | None = None
     version: ModelVersion | None = None
     fingerprint: dict[str, str] | None = None
     mixed: str = ""
@@ -35,13 +35,13 @@ class ReadBy:
     @property
     def live_model(self) -> Any:
         """The model, while it is alive."""
-        return None if self.model is None else self.model()
+        return None if self.reader is None else self.reader()
 
     def why_other(self, now: ReadBy) -> str | None:
         """Why the model that `now` was made of may compute other keys and values; None where it computes the same."""
         if self.mixed:
             return self.mixed
-        if self.model is None:
+        if self.reader is None:
             assert self.fingerprint is not None
             others = differences(self.fingerprint, fingerprint(now.live_model))
             return f"another model has filled it ({others})" if others else None
@@ -71,7 +71,7 @@ class ReadBy:
             if first is None or other is None:
                 return None
             if first != other:
-                is_one_model = None is not first.model == other.model
+                is_one_model = None is not first.reader == other.reader
                 change = f"between which {first._change(other)}" if is_one_model else "of different models"
                 mixed = first.mixed or other.mixed or f"its rows come from several caches, {change}"
                 return replace(first, mixed=mixed)
@@ -83,7 +83,7 @@ class ReadBy:
         Reads all weights, unless they have been since they were written.
         """
         said, mixed, model = self.fingerprint, self.mixed, self.live_model
-        if self.model is not None:
+        if self.reader is not None:
             mixed = _FREED if model is None else self.why_other(ReadBy.of(model)) or ""
             said = None if mixed else fingerprint(model)
         return ReadBy, (None, None, said, mixed)

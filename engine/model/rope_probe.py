@@ -20,10 +20,10 @@ _TOKENS, _FAR = 4, 1000
 
 @dataclass(frozen=True)
 class _Trial:
-    """numbers: what the model rotated by. far: an offset in positions. firsts, laters: each layer's keys of the same
+    """rotated_by: what the model had for that. far: an offset in positions. firsts, laters: each layer's keys of the same
     tokens at position 0 and at the offset."""
 
-    numbers: tuple[object, ...]
+    rotated_by: tuple[object, ...]
     far: int
     firsts: list[torch.Tensor | None]
     laters: list[torch.Tensor | None]
@@ -39,11 +39,11 @@ def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
     if not rotations:
         return
     version, trial = model_version(model), _trials.get(model)
-    numbers = version.buffers, version.settings  # frequencies, and what multiplies them
-    if trial is None or trial.numbers != numbers:
+    rotated_by = version.buffers, version.settings  # frequencies, and what multiplies them
+    if trial is None or trial.rotated_by != rotated_by:
         last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _FAR
         far = max(1, min(_FAR, last - _TOKENS))
-        trial = _trials[model] = _Trial(numbers, far, _keys(runner, 0), _keys(runner, far))
+        trial = _trials[model] = _Trial(rotated_by, far, _keys(runner, 0), _keys(runner, far))
     far = trial.far
     for layer, rotation in rotations.items():
         first, later = trial.firsts[layer], trial.laters[layer]

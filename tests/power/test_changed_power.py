@@ -28,7 +28,7 @@ BREAKAGES = {
     "a freed model is like any": (
         ReadBy,
         "why_other",
-        lambda self, now, asked=ReadBy.why_other: None if self.model and self.model() is None else asked(self, now),
+        lambda self, now, asked=ReadBy.why_other: None if self.reader and self.reader() is None else asked(self, now),
     ),
 }
 

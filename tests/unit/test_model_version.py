@@ -300,7 +300,7 @@ def test_in_a_pickle_a_model_is_its_fingerprint():
     model = llama()
     read_by = ReadBy.of(model)
     again = pickle.loads(pickle.dumps(read_by))
-    assert again.model is again.version is None
+    assert again.reader is again.version is None
     assert again.why_other(read_by) is again.why_other(ReadBy.of(llama())) is None
     assert pickle.loads(pickle.dumps(again)) == again
     in_place(model)
