@@ -17,7 +17,7 @@ from caches.spec.model_version import ModelVersion, model_version
 class ReadBy:
     """Which model has read tokens, and what it was when it did.
 
-    reader: a weak reference to it, and version: what it was then; None after a pickle, where `fingerprint` says which it was.
+    reader: a weak reference to it, and version: what it was then; None after a pickle, where `fingerprint` names it.
     mixed: why no model can go on: it is not one model at one moment, or was not any more when it was pickled; else "".
     """
 

@@ -20,8 +20,8 @@ _TOKENS, _FAR = 4, 1000
 
 @dataclass(frozen=True)
 class _Trial:
-    """rotated_by: what the model had for that. far: an offset in positions. firsts, laters: each layer's keys of the same
-    tokens at position 0 and at the offset."""
+    """rotated_by: what the model had for that. far: an offset in positions. firsts, laters: each layer's keys of the
+    same tokens at position 0 and at the offset."""
 
     rotated_by: tuple[object, ...]
     far: int
