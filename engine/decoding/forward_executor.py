@@ -145,7 +145,7 @@ class ForwardExecutor:
 
         return select
 
-    def forget_order(self) -> None:
+    def discard_order(self) -> None:
         """Before rows of the cache change places: what the model itself keeps of them does not."""
         self._facts.note(None)
 

@@ -394,7 +394,7 @@ class ModelSession:
         log = log.select_rows(on_device) if select is not None and log is not None else log
         times = len(index) // rows
         self._selecting_rows = True
-        self.executor.forget_order()
+        self.executor.discard_order()
         try:
             if self._options.shares_prefixes and times > 1 and torch.equal(index, repeat_rows_index(rows, times)):
                 self._select_in_cache(lambda: self.cache.fork(times))

@@ -16,12 +16,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from caches import EngineCache, read_specs
 from caches.machine import cache_folder, write_atomically
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
+from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
@@ -33,14 +35,14 @@ _METHOD = 1  # version of the trials: answers of other versions are ignored
 _CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 _WINDOW = re.compile(r"(.*_)?window(_size|_length)?")
 Answer: TypeAlias = "bool | str | None"
-"""Of a trial: whether something is so, or why it is not; None where that cannot be told."""
+"""Of a trial: whether something is so, or why it is not; None where that is unknown."""
 
 # What is not so where a trial says no, by the name of the trial.
 _WHYS = {
     "several": "several tokens that are read behind others are not read as one by one",
     "cut": "a text that is read in pieces is not read as at once",
-    "padded": "pads before a text change what comes behind them",
-    "pads between": "pads between tokens change what comes behind them",
+    "padded": "pad tokens before a text change what comes behind them",
+    "padding between": "pad tokens between others change what comes behind them",
     "in cache": "a part of what was read is kept in the model's modules, not in the cache",
     "joined": "other rows of a batch change what is computed of a row",
 }
@@ -91,7 +93,7 @@ class ModelFacts:
 
     @property
     def why_not_padded(self) -> str | None:
-        """Why pads before a text, masked out, change its logits."""
+        """Why padding before a text, masked out, change its logits."""
         return self._why("padded", _padded)
 
     @property
@@ -108,13 +110,13 @@ class ModelFacts:
             return "it takes no cache of keys and values"
         return self.why_not_in_cache or self._why("joined", lambda text: self._joined())
 
-    def why_not_pads_between(self, cache: EngineCache) -> str | None:
-        """Why pads behind tokens in `cache`, masked out, change the logits of what comes behind the pads."""
+    def why_not_padding_between(self, cache: EngineCache) -> str | None:
+        """Why padding behind tokens in `cache`, masked out, change the logits of what comes behind it."""
         handle = cache.handle
         imposes = bool(getattr(handle, "imposes_windows", False))
         if imposes or any(getattr(handle, "is_sliding", ())) or _has_other_windows(self._model.config):
-            return "pads take places in windows"  # which a few tokens do not fill
-        return self._why("pads between", _pads_between)
+            return "pad tokens take places in windows"  # which a few tokens do not fill
+        return self._why("padding between", _padding_between)
 
     # What was fed last.
 
@@ -162,7 +164,7 @@ class ModelFacts:
         return why
 
     def _try(self, name: str, trial: Callable[[trials.Text], Answer]) -> tuple[str, bool]:
-        """The reason, empty where it is so, and whether a trial has told. Where memory is out it is made once more."""
+        """The reason, empty where it is so, and whether a trial has shown it. Where memory is out it is made once more."""
         answer, failure = self._tried(trial)
         if failure is not None and self._ranks.most(is_out_of_memory(failure)):
             empty_allocators()
@@ -187,13 +189,17 @@ class ModelFacts:
 
     def _file(self) -> Path | None:
         """Of the answers about all models like this one; None where they are about this one alone."""
-        changed = ("_forward_hooks", "_forward_pre_hooks", "forward")
-        if self._ranks.size > 1 or any(vars(module).get(name) for module in self._model.modules() for name in changed):
+        if self._ranks.size > 1 or any(map(_is_changed, self._model.modules())):
             return None
         model, attention = self._model, attn_implementation(self._model.config)
         with suppress(OSError):
             return _file_of(type(model), model.config, attention, model.dtype, prompt_device(model).type)
         return None
+
+
+def _is_changed(module: nn.Module) -> bool:
+    """Whether something else is computed than its class says."""
+    return "forward" in vars(module) or any(hooks_of(module))
 
 
 def _several(text: trials.Text) -> bool | None:
@@ -216,10 +222,10 @@ def _padded(text: trials.Text) -> Answer:
     return text.scale.is_same(text.padded(), text.at_once)
 
 
-def _pads_between(text: trials.Text) -> Answer:
+def _padding_between(text: trials.Text) -> Answer:
     several = _several(text)
     expected = text.in_pieces if several else text.one_by_one
-    return None if several is None else text.scale.is_same(text.with_pads_between(several), expected)
+    return None if several is None else text.scale.is_same(text.with_padding_between(several), expected)
 
 
 def _in_cache(model: PreTrainedModel, text: trials.Text) -> Answer:
@@ -236,7 +242,7 @@ def _has_other_windows(config: PreTrainedConfig) -> bool:
 
 
 def stored_whys(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> list[str]:
-    """What trials have told of models of this class and configuration on such a device: what is not so.
+    """What trials have shown not to be so of models of this class and configuration on such a device.
 
     model: may be on the meta device, and have fewer layers.
     """
@@ -260,8 +266,8 @@ def _fields(config: Any) -> Any:
     """Those that say how a model computes, not where it came from."""
     if not isinstance(config, dict):
         return config
-    others = ("_name_or_path", "dtype", "architectures", "transformers_version")
-    return {name: _fields(value) for name, value in config.items() if name not in others}
+    others = ("dtype", "architectures", "transformers_version")
+    return {name: _fields(value) for name, value in config.items() if name[0] != "_" and name not in others}
 
 
 def _read(file: Path) -> dict[str, str | None]:

@@ -41,7 +41,7 @@ def joined_step(feed: Feed, parts: Sequence[Part]) -> list[ModelOutput]:
 
 
 def can_be_joined(model: PreTrainedModel, read: Feed, feed: Feed) -> bool | str | None:
-    """Whether steps of this model can be joined, or why they never can; None where a trial cannot tell.
+    """Whether steps of this model can be joined, or why they never can; None where a trial does not show it.
 
     The trial: the logits of two joined steps of a short and a long text are those of each text alone, to rounding.
     read: `feed` for a prompt.

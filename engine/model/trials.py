@@ -24,7 +24,7 @@ from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
 
-_CUT, _TOKENS, _PADS = 4, 6, 4  # of the text: where it is cut, how long it is, and pads in it or before it
+_CUT, _TOKENS, _PADDING = 4, 6, 4  # of the text: where it is cut, how long it is, and padding in it or before it
 _CHANGE, _LEAST_POWER = 0.002, 10.0  # of what another history changes; and how far it has to be above rounding
 
 
@@ -46,7 +46,7 @@ class Scale:
     rounding: float
 
     def is_same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool | None:
-        """Whether two logits are equal but for rounding; None where that cannot be told."""
+        """Whether two logits are equal but for rounding; None where that is unknown."""
         most = max(_CHANGE * self.history, 2 * self.rounding)
         if not most * _LEAST_POWER <= self.history:  # NaN too
             return None
@@ -110,13 +110,13 @@ class Text:
         return Scale(history, rounding)
 
     def padded(self) -> torch.Tensor:
-        """Behind pads."""
-        ids = torch.cat([self._pads(), self._ids], dim=1)
-        return self._read(ids, (_PADS + _TOKENS,), mask=_mask(ids, 0))[-1]
+        """Behind padding."""
+        ids = torch.cat([self._padding(), self._ids], dim=1)
+        return self._read(ids, (_PADDING + _TOKENS,), mask=_mask(ids, 0))[-1]
 
-    def with_pads_between(self, several: bool) -> torch.Tensor:
-        """With pads at the cut; the first is read as a token, as rows that have ended do. several: in one forward."""
-        ids = torch.cat([self._ids[:, :_CUT], self._pads(), self._ids[:, _CUT:]], dim=1)
+    def with_padding_between(self, several: bool) -> torch.Tensor:
+        """With pad tokens at the cut; the first is read as a token, as rows that have ended do. several: in one forward."""
+        ids = torch.cat([self._ids[:, :_CUT], self._padding(), self._ids[:, _CUT:]], dim=1)
         ends = (ids.shape[1],) if several else range(_CUT + 2, ids.shape[1] + 1)
         cache = self._new_cache()
         self._read(ids, (_CUT, _CUT + 1), cache)
@@ -142,15 +142,15 @@ class Text:
     ) -> torch.Tensor:
         """The logits of the last of these forwards, [rows, tokens, vocabulary]; of one row [tokens, vocabulary].
 
-        ends: the columns that forwards end before. mask: of the ids; default: without pads.
+        ends: the columns that forwards end before. mask: of the ids; default: no padding.
         """
         cache = self._new_cache() if cache is None else cache
         inputs = _other_inputs(self._runner.model, len(ids))
         logits = None
         for end in ends:
-            seen = torch.ones_like(ids[:, :end]) if mask is None else mask[:, :end]
+            real = torch.ones_like(ids[:, :end]) if mask is None else mask[:, :end]
             begin = cache.total_tokens
-            columns = Columns(seen, ids.shape[1])
+            columns = Columns(real, ids.shape[1])
             if begin == 0:
                 attention_view(cache).set_padding(columns.left_padding)
             step = Step(ids, columns, cache, 0, begin, end, begin == 0)
@@ -167,17 +167,17 @@ class Text:
     def _new_cache(self) -> EngineCache:
         return build("dynamic", self._runner.model.config) if self._runner.takes_cache else NoCache()
 
-    def _pads(self) -> torch.Tensor:
-        return torch.zeros_like(self._ids[:, :1]).expand(-1, _PADS)
+    def _padding(self) -> torch.Tensor:
+        return torch.zeros_like(self._ids[:, :1]).expand(-1, _PADDING)
 
 
 _SINGLE = (_CUT, *range(_CUT + 1, _TOKENS + 1))
 
 
 def _mask(ids: torch.Tensor, first: int) -> torch.Tensor:
-    """The mask of ids with pads from column `first` on."""
+    """The mask of ids with padding from column `first` on."""
     mask = torch.ones_like(ids)
-    mask[:, first : first + _PADS] = 0
+    mask[:, first : first + _PADDING] = 0
     return mask
 
 

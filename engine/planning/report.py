@@ -100,7 +100,7 @@ class Plan:
     why : str
         The reason for the choice, in a sentence.
     not_so : tuple of str
-        What trials of such models have told so far on this machine, where it limits what can be done: see
+        What trials have shown not to be so of such models, on this machine: see
         `Generator.facts`.
     """
 

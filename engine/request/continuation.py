@@ -228,10 +228,10 @@ def _check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) ->
     """Refuse to go on from `cache` where the text would be another one than without it."""
     name, cached, log, mask = type(runner.model).__name__, cache.total_tokens, cache.log, request.mask
     padded = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
-    why = runner.facts.why_not_pads_between(cache) if padded else None
+    why = runner.facts.why_not_padding_between(cache) if padded else None
     if why is not None:
         raise InputError(
-            f"row {padded[0]} has pads between its tokens (rows that end early are filled up with them), and in "
+            f"row {padded[0]} has padding between its tokens (rows that end early are filled up with them), and in "
             f"{name} {why}: go on with that row alone, from its own tokens"
         )
     if any("token_type" in name for name in request.prompt.model_kwargs):

@@ -155,7 +155,7 @@ def check_padding_is_neutral(runner: ModelRunner, guidance: Guidance) -> None:
     if why is not None:
         rows, columns = guidance.mask.shape
         raise OptionError(
-            f"guidance_scale={guidance.scale} needs pads before texts shorter than {columns} tokens, and in "
+            f"guidance_scale={guidance.scale} needs pad tokens before texts shorter than {columns} tokens, and in "
             f"{type(runner.model).__name__} {why}: give negative_prompt_ids with as many tokens as the prompt has, "
             f"{columns - guidance.lead}, for all {rows // 2} rows"
         )

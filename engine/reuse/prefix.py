@@ -80,10 +80,10 @@ class Prefix:
         before = self.ids.cpu().expand(len(rows), -1)
         cache: Any = branch(self.cache)  # type: ignore[type-var]
         is_ragged = len(set(map(len, rows))) > 1
-        why = self._generator.facts.why_not_pads_between(cache) if is_ragged else None
+        why = self._generator.facts.why_not_padding_between(cache) if is_ragged else None
         if why is not None:
             raise InputError(
-                f"continuations of {min(map(len, rows))} to {longest} tokens: shorter ones get pads, and in "
+                f"continuations of {min(map(len, rows))} to {longest} tokens: shorter ones get padding, and in "
                 f"{type(self._generator.model).__name__} {why}: give continuations of equal length, or one after the "
                 "other"
             )

@@ -311,7 +311,7 @@ def test_rows_that_ended_early_do_not_go_on_together():
     mask = torch.ones(2, first.sequences.shape[1] + 1, dtype=torch.long)
     mask[0, -4:-1] = 0
     ids = torch.nn.functional.pad(first.sequences, (0, 1), value=5)
-    with pytest.raises(engine.InputError, match="row 0 has pads between its tokens"):
+    with pytest.raises(engine.InputError, match="row 0 has padding between its tokens"):
         engine.generate(model, {"input_ids": ids, "attention_mask": mask}, cache=first.cache, max_new_tokens=3)
 
 

@@ -224,7 +224,7 @@ def test_a_plan_says_what_was_tried(monkeypatch, tmp_path):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
     model = randomised(*MORE_ARCHITECTURES["mamba2"])
     assert engine.plan(model, prompt_tokens=8, max_new_tokens=8).not_so == ()
-    why = engine.Generator(model).facts.why_not_pads_between(caches.build("dynamic", model.config))
+    why = engine.Generator(model).facts.why_not_padding_between(caches.build("dynamic", model.config))
     plan = engine.plan(model, prompt_tokens=8, max_new_tokens=8)
     assert plan.not_so == (why,)
     assert why in " ".join(str(plan).split())
@@ -236,7 +236,7 @@ FOLLOWS = {
     "several": "what comes behind a cache is read token by token",
     "cut": "prompts in pieces, `prefill` and live caches are refused; batches and chats read whole texts",
     "padded": "guidance that compares texts of other lengths is refused",
-    "pads between": "continuations of other lengths of one prefix, and turns behind rows that ended early, are refused",
+    "padding between": "continuations of other lengths of one prefix, and turns behind rows that ended early, are refused",
     "in cache": "a text is read again after another one was computed, tokens were taken back, or rows changed places",
     "joined": "prompts of a batch take their steps one by one",
 }
@@ -247,7 +247,7 @@ def not_so_of(name):
     facts, whys = generator.facts, {"padded": generator.facts.why_not_padded}
     if generator._runner.takes_cache:
         whys |= {"several": facts.why_not_several, "cut": facts.why_not_cut, "in cache": facts.why_not_in_cache}
-        whys["pads between"] = facts.why_not_pads_between(caches.build("dynamic", generator.model.config))
+        whys["padding between"] = facts.why_not_padding_between(caches.build("dynamic", generator.model.config))
         whys["joined"] = facts.why_not_joined
     return {fact for fact, why in whys.items() if why is not None}
 

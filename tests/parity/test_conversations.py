@@ -54,11 +54,11 @@ def test_a_row_that_ended_early_cannot_go_on_in_a_window():
     first = engine.generate(model, inputs, eos_token_id=eos, max_new_tokens=12)
     assert first.finish_reasons == ["eos", "length"]
     more = torch.cat([first.sequences, prompt(tokens=2, pads=0)["input_ids"]], dim=1)
-    with pytest.raises(engine.InputError, match="row 0 has pads between its tokens"):
+    with pytest.raises(engine.InputError, match="row 0 has padding between its tokens"):
         engine.generate(model, more, cache=first.cache, max_new_tokens=9)
     mask = torch.ones_like(more)
     mask[:, :25] = first.cache.log.mask
-    with pytest.raises(engine.InputError, match="row 0 has pads between its tokens"):
+    with pytest.raises(engine.InputError, match="row 0 has padding between its tokens"):
         engine.generate(model, more, attention_mask=mask, cache=first.cache, max_new_tokens=9)
 
 
@@ -155,5 +155,5 @@ def test_a_row_that_ended_with_the_last_token(name):
         expected = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
         assert torch.equal(engine.generate(model, ids, **given).sequences, expected)
     else:
-        with pytest.raises(engine.InputError, match="row 0 has pads between its tokens"):
+        with pytest.raises(engine.InputError, match="row 0 has padding between its tokens"):
             engine.generate(model, ids, **given)

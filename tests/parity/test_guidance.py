@@ -361,7 +361,7 @@ def test_a_model_that_sees_images_guided_by_words(name):
 def test_a_model_that_takes_pads_for_text_needs_texts_of_one_length():
     model, inputs = tiny_model("bart"), prompt(pads=0)
     with pytest.raises(
-        engine.OptionError, match=r"BartForCausalLM pads before a text change .* the prompt has, 13, for all 2"
+        engine.OptionError, match=r"BartForCausalLM pad tokens before a text change .* the prompt has, 13, for all 2"
     ):
         engine.generate(model, inputs, guidance_scale=SCALE)
     equal = [list(range(20, 33)), list(range(60, 73))]
