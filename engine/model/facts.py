@@ -164,7 +164,7 @@ class ModelFacts:
         return why
 
     def _try(self, name: str, trial: Callable[[trials.Text], Answer]) -> tuple[str, bool]:
-        """The reason, empty where it is so, and whether a trial has shown it. Where memory is out it is made once more."""
+        """The reason, empty where it is so, and whether a trial has shown it; without memory it is made once more."""
         answer, failure = self._tried(trial)
         if failure is not None and self._ranks.most(is_out_of_memory(failure)):
             empty_allocators()
@@ -267,7 +267,9 @@ def _fields(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     others = ("dtype", "architectures", "transformers_version")
-    return {name: _fields(value) for name, value in config.items() if name[0] != "_" and name not in others}
+    return {
+        name: _fields(value) for name, value in config.items() if not str(name).startswith("_") and name not in others
+    }
 
 
 def _read(file: Path) -> dict[str, str | None]:

@@ -115,7 +115,7 @@ class Text:
         return self._read(ids, (_PADDING + _TOKENS,), mask=_mask(ids, 0))[-1]
 
     def with_padding_between(self, several: bool) -> torch.Tensor:
-        """With pad tokens at the cut; the first is read as a token, as rows that have ended do. several: in one forward."""
+        """With pad tokens at the cut, of which the first is not masked when it is read. several: in one forward."""
         ids = torch.cat([self._ids[:, :_CUT], self._padding(), self._ids[:, _CUT:]], dim=1)
         ends = (ids.shape[1],) if several else range(_CUT + 2, ids.shape[1] + 1)
         cache = self._new_cache()
