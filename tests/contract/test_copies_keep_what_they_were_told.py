@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from architectures import prompt, tiny_model
@@ -13,6 +11,7 @@ import caches
 from caches import backends
 from caches.core.row_selection import RowSelection
 from caches.protocol import TokenLog
+from caches.spec.read_by import ReadBy
 from caches.transfer.comparison import first_layer
 from configs import SinkCacheConfig
 
@@ -39,25 +38,17 @@ def test_which_layers_a_window_with_sinks_can_be_for():
         cache.empty_like().check_fits(tiny_model("mistral").config)
 
 
-class Reader:
-    """Of which two are equal, as no models are, and which cannot be hashed."""
-
-    def __eq__(self, other):
-        return True
-
-
-def test_the_reader_of_joined_logs():
-    one, other = Reader(), Reader()
+def test_who_has_read_joined_logs():
+    model, other = tiny_model("llama"), tiny_model("gpt2")
+    own, now = ReadBy.of(model), ReadBy.of(other)
     ids = torch.ones(1, 3, dtype=torch.long)
 
-    def joined(*readers):
-        return TokenLog.joined([TokenLog(ids, ids, reader=reader) for reader in readers])
+    def joined(*read_by):
+        return TokenLog.joined([TokenLog(ids, ids, read_by=one) for one in read_by])
 
-    assert joined(weakref.ref(one), weakref.ref(one)).live_reader is one
-    assert joined(weakref.ref(one), weakref.ref(other)).live_reader is None
-    gone = weakref.ref(Reader())
-    assert joined(gone, weakref.ref(one)).live_reader is None
-    assert joined(weakref.ref(one), gone, None).live_reader is None
+    assert joined(own, ReadBy.of(model)).why_other(own) is None
+    assert "of different models" in joined(own, now).why_other(own)
+    assert joined(own, None).why_other(own) == "which model has filled it is not known"
 
 
 def test_a_full_disk_does_not_undo_a_step_that_is_settled(monkeypatch):
