@@ -210,7 +210,9 @@ def _some(history: ChangedHistory) -> list[Filled]:
 
 
 def _weight(history: ChangedHistory) -> torch.Tensor:
-    return history.draw.choice([one for one in history.model.parameters() if one.ndim > 1])
+    """Not one of an adapter that is not active, which changes nothing."""
+    names = history.model.named_parameters()
+    return history.draw.choice([one for name, one in names if one.ndim > 1 and ".other." not in name])
 
 
 def in_place(history: ChangedHistory, beginnings: Any) -> None:
@@ -234,7 +236,8 @@ def through_data(history: ChangedHistory, beginnings: Any) -> None:
 
 
 def load_state(history: ChangedHistory, beginnings: Any) -> None:
-    state = {name: -tensor if "mlp" in name else tensor for name, tensor in history.model.state_dict().items()}
+    state = history.model.state_dict()
+    state |= {name: -tensor for name, tensor in state.items() if "mlp" in name or "feed_forward" in name}
     history.model.load_state_dict(state, assign=history.draw.random() < 0.3)
     history.changes.append("weights")
 
