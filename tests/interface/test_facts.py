@@ -236,7 +236,7 @@ FOLLOWS = {
     "several": "what comes behind a cache is read token by token",
     "cut": "prompts in pieces, `prefill` and live caches are refused; batches and chats read whole texts",
     "padded": "guidance that compares texts of other lengths is refused",
-    "padding between": "continuations of other lengths of a prefix, and turns behind rows that ended early, are refused",
+    "padding between": "continuations of other lengths of a prefix and turns behind rows that ended early are refused",
     "in cache": "a text is read again after another one was computed, tokens were taken back, or rows changed places",
     "joined": "prompts of a batch take their steps one by one",
 }
