@@ -23,7 +23,7 @@ from strategies.operations import needs_of, nothing
 @dataclass(frozen=True)
 class Request:
     """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder.
-        stops_from: the first column in which a stop string may begin. inputs: those of a decoder besides ids, with images
+    stops_from: the first column in which a stop string may begin. inputs: those of a decoder besides ids, with images
     and sounds as they were given: a draft has its own encoder.
     """
 

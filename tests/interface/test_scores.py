@@ -88,7 +88,7 @@ def test_texts(shipped):
         ([[5, 6]], {"piece_tokens": 0.5}, "^piece_tokens=0.5: give"),
         ([[5, 6]], {"cache": object()}, "begins with an empty cache"),
     ],
-    ids=str,
+    ids=["one token", "none", "number", "ids", "no tokenizer", "vocabulary", "rows", "pieces", "cache"],
 )
 def test_refusals(given, options, match):
     with pytest.raises(engine.EngineError, match=match):
