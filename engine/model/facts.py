@@ -74,8 +74,9 @@ class ModelFacts:
     plain_tokens, starts_again: see `engine.model.rope_frequencies`. joined: the trial of joined steps.
     """
 
-    def __init__(self, runner: trials.Runs, ranks: OneProcess, joined: Callable[[], Answer]):
-        self._runner, self._model, self._ranks, self._joined = runner, runner.model, ranks, joined
+    def __init__(self, runner: trials.Runs, ranks: OneProcess, joined: Callable[[Any], Answer]):
+        self._runner, self._model, self._ranks = weakref.proxy(runner), runner.model, ranks  # the runner has the facts
+        self._joined = joined
         self._answers = _answers.setdefault(runner.model, _Answers())
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
@@ -108,7 +109,7 @@ class ModelFacts:
             return "its position embeddings depend on the longest text of a batch"
         if not self._runner.takes_cache:
             return "it takes no cache of keys and values"
-        return self.why_not_in_cache or self._why("joined", lambda text: self._joined())
+        return self.why_not_in_cache or self._why("joined", lambda text: self._joined(self._runner))
 
     def why_not_padding_between(self, cache: EngineCache) -> str | None:
         """Why padding behind tokens in `cache`, masked out, change the logits of what comes behind it."""
@@ -256,7 +257,7 @@ def stored_whys(model: PreTrainedModel, config: PreTrainedConfig, device: torch.
 
 def _file_of(model: type, config: PreTrainedConfig, attention: str | None, dtype: torch.dtype, device: str) -> Path:
     """Raises `OSError` where the user has no home folder."""
-    releases = [_METHOD, __version__, torch.__version__, transformers.__version__]
+    releases = [_METHOD, *_WHYS.values(), __version__, torch.__version__, transformers.__version__]
     of_model = [f"{model.__module__}.{model.__qualname__}", attention, str(dtype), device, _fields(config.to_dict())]
     described = json.dumps([*releases, *of_model], sort_keys=True, default=str)
     return cache_folder() / "facts" / f"{sha256(described.encode()).hexdigest()[:16]}.json"

@@ -77,7 +77,7 @@ class ModelRunner:
             keep_freed_memory()
         self.arguments = ForwardArguments(model)
         self.takes_cache = self.arguments.of_cache.can_be_ours
-        self.facts = ModelFacts(self, self.ranks, self._can_be_joined)
+        self.facts = ModelFacts(self, self.ranks, type(self)._can_be_joined)
         self._backend, self._compiled = compile, None
         self._packages = LayerPackages(model, self._table) if compile == "auto" else None
         if makes_graphs(compile):
@@ -183,14 +183,15 @@ class ModelRunner:
         chunk_tokens = options.chunk_tokens
         view = attention_view(cache)
         most = view.max_step_tokens
-        if most is not None and set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs):
+        has_media = not set(MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL).isdisjoint(inputs.model_kwargs)
+        if most is not None and not has_media:
             chunk_tokens = most if chunk_tokens is None else min(chunk_tokens, most)
         while True:
             if options.check is not None:
                 options.check()
             with self._turn:
                 begin = cache.total_tokens
-                end = self._end_of_step(cache, columns, begin, total, chunk_tokens)
+                end = self._end_of_step(cache, columns, begin, total, chunk_tokens, has_media)
                 if begin > 0 and not self.facts.is_as_left(cache, begin):
                     _start_again(cache, before, total)
                     continue
@@ -231,15 +232,17 @@ class ModelRunner:
                 cache.commit()
 
     def _end_of_step(
-        self, cache: EngineCache, columns: Columns, begin: int, total: int, chunk_tokens: int | None
+        self, cache: EngineCache, columns: Columns, begin: int, total: int, chunk_tokens: int | None, has_media: bool
     ) -> int:
-        """The column that the next forward ends before."""
+        """The column that the next forward ends before. has_media: images or sounds come with the first forward alone."""
         end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
         if cache.handle is None or end - begin == 1:
             return end
         if begin > 0:
             return end if self.facts.why_not_several is None else begin + 1
-        if columns.prompt < end and self.facts.why_not_cut is not None:  # tokens of a text that is read once more
+        if (
+            columns.prompt < end and not has_media and self.facts.why_not_cut is not None
+        ):  # tokens of a text that is read once more
             return columns.prompt
         # Models leave padding out of their states only where several tokens are read at once.
         return max(end, columns.first_full + 1) if self.has_states else end

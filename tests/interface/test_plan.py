@@ -415,10 +415,15 @@ def test_a_named_cache_is_described_without_a_claim(cache, options):
 
 def test_parts_of_an_encoder_decoder_cache_change_the_text():
     part = BackendPlan(
-        "encoder_decoder", {"self_cache": "quantized"}, need_bytes={"device": 5, "disk": 10**6}, fits=True
+        "encoder_decoder",
+        {"self_cache": "quantized"},
+        need_bytes={"device": 5, "disk": 10**6},
+        fits=True,
+        changes_text=caches.recipe("quantized").options().changes_text,
     )
     assert choose([part], Free(10**6, 1, None), is_named=True)[1] == (
-        "it fits: it needs 0.0 MB of 1.0 MB free (device), 1.0 MB (disk); it can change the text"
+        "it fits: it needs 0.0 MB of 1.0 MB free (device), 1.0 MB (disk); it can change the text: "
+        + str(part.changes_text)
     )
 
 

@@ -76,6 +76,9 @@ class Counted:
     def __init__(self):
         self.sizes = []
 
+    def read(self, text):
+        return self(text)["input_ids"]
+
     def get_vocab(self):
         return {"ab": 0, "longest": 1}
 
@@ -87,21 +90,21 @@ class Counted:
 def test_a_text_that_cannot_fit_is_not_tokenized():
     tokenizer = Counted()
     with pytest.raises(engine.InputError, match="701 characters, but the model's context has 100 tokens of 7"):
-        Texts(tokenizer, 100).ids("a" * 701)
+        Texts(tokenizer, 100).ids("a" * 701, tokenizer.read)
     assert tokenizer.sizes == []
-    assert len(Texts(tokenizer, 100).ids("a" * 700)) == 350
-    assert len(Texts(tokenizer, None).ids("a" * 10**6)) == 5 * 10**5
+    assert len(Texts(tokenizer, 100).ids("a" * 700, tokenizer.read)) == 350
+    assert len(Texts(tokenizer, None).ids("a" * 10**6, tokenizer.read)) == 5 * 10**5
 
 
 @pytest.mark.parametrize(("size", "read"), [(1, 1), (2, 2), (20, 4)])
 def test_of_a_long_text_the_beginning_is_tokenized_first(size, read):
     """It shows whether the rest need be: here a text has half as many tokens as characters."""
     tokenizer = Counted()
-    assert len(Texts(tokenizer, 10**6).ids("a" * size * LONG_CHARACTERS)) == size * LONG_CHARACTERS // 2
+    assert len(Texts(tokenizer, 10**6).ids("a" * size * LONG_CHARACTERS, tokenizer.read)) == size * LONG_CHARACTERS // 2
     assert len(tokenizer.sizes) == read
     tokenizer.sizes.clear()
     with pytest.raises(engine.InputError, match=r"the first 262,144 of 655,360 characters .* have 131,072 tokens"):
-        Texts(tokenizer, 10**5).ids("a" * 10 * LONG_CHARACTERS)
+        Texts(tokenizer, 10**5).ids("a" * 10 * LONG_CHARACTERS, tokenizer.read)
     assert tokenizer.sizes == [LONG_CHARACTERS, 4 * LONG_CHARACTERS]
 
 
@@ -122,17 +125,17 @@ def test_without_memory_a_text_is_not_tokenized(server, monkeypatch):
 
 def test_long_texts_are_read_one_at_a_time_and_short_ones_do_not_wait(gen, monkeypatch):
     running, most, go_on = [], [], threading.Event()
-    tokenized = Texts._tokenized
+    tokenized = texts._tokenized
 
-    def slowly(self, text, special):
+    def slowly(text, read):
         if len(text) >= LONG_CHARACTERS:
             running.append(text)
             most.append(len(running))
             assert go_on.wait(30)
             running.pop()
-        return tokenized(self, text, special)
+        return tokenized(text, read)
 
-    monkeypatch.setattr(Texts, "_tokenized", slowly)
+    monkeypatch.setattr(texts, "_tokenized", slowly)
     with served(gen, context_tokens=4096) as server, ThreadPoolExecutor(8) as pool:
         long = [pool.submit(complete, server, "ab " * 30_000) for _ in range(4)]
         server.wait_for(lambda: bool(running))

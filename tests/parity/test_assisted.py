@@ -629,7 +629,7 @@ def test_wrong_options_are_refused_before_any_work(options, message, monkeypatch
 def test_a_draft_sees_no_embeddings_and_no_given_encoder_outputs(monkeypatch):
     model, inputs = tiny("llama", pads=0)
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
-    with pytest.raises(engine.OptionError, match="sees token ids only, and the prompt has inputs_embeds: leave assis"):
+    with pytest.raises(engine.OptionError, match="sees token ids only, and the prompt has inputs_embeds: give a draft"):
         assisted(model, {"inputs_embeds": embeds}, draft_of("llama"))
     out = engine.generate(model, inputs_embeds=embeds, prompt_lookup_num_tokens=3, max_new_tokens=NEW)
     assert out.tokens == greedy(model, inputs).tokens

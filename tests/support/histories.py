@@ -394,7 +394,7 @@ class History:
         if "another source" in refusal:
             assert source == 1, refusal
             return "another source"
-        if "attention_mask says something else" in refusal or " ended " in refusal:
+        if "attention_mask says something else" in refusal or "padding between its tokens" in refusal:
             return "another mask"
         assert "at most" in refusal or "does not say how many" in refusal or "cannot take" in refusal, refusal
         return "no room, or transformers' states"

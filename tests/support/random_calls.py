@@ -9,6 +9,7 @@ arguments, so a failure prints a script. Run as a program to make many: `python 
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import random
 import time
@@ -345,13 +346,18 @@ def play(seeds: range) -> tuple[Counter[str], dict[str, list[int]], list[str]]:
     return counts, examples, failures
 
 
+def _without_warnings() -> None:
+    for name in ("transformers", "engine"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
 def main(number: int, workers: int, begin: int) -> int:
     began, step = time.time(), 100
     parts = [range(first, min(first + step, begin + number)) for first in range(begin, begin + number, step)]
     counts: Counter[str] = Counter()
     examples: dict[str, list[int]] = {}
     failed = 0
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+    with multiprocessing.get_context("spawn").Pool(workers, _without_warnings) as pool:
         for done, (more, seeds, failures) in enumerate(pool.imap_unordered(play, parts), 1):
             counts += more
             failed += len(failures)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import logging
 import re
 import warnings
 from dataclasses import dataclass, replace
@@ -25,8 +24,6 @@ import engine
 PAGE = ROOT / "docs" / "reference" / "differences.md"
 NEW = 3  # tokens of a second turn
 REFUSALS = (engine.EngineError, caches.CacheError)
-logging.getLogger("transformers").setLevel(logging.CRITICAL)
-logging.getLogger("engine").setLevel(logging.CRITICAL)
 
 # The page.
 

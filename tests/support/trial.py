@@ -255,7 +255,7 @@ class Trial:
         if not seen:
             assert not any(layer.dense_state() for layer in self.own.layers)
         if self.encoded is None and self.kind.cross:
-            kept = [layer.keys for layer in self.cache.cross_attention_cache.layers]
+            kept = [layer.committed("keys") for layer in self.cache.cross_attention_cache.layers]
             assert all(keys is None or keys.shape[2] == 0 for keys in kept)
 
 

@@ -241,6 +241,15 @@ def parts_are_found():
     return (children.keys(), parameters, buffers.keys(), unsaved) == ({"0"}, {}, {"table"}, {"table"})
 
 
+def data_types_stay():
+    class Codes(torch_api.KeepsDataTypes):
+        pass
+
+    module = Codes()
+    module.register_buffer("codes", torch.ones(1))
+    return module.half().codes.dtype == torch.float32 and module.to("meta").codes.is_meta
+
+
 def gradients_can_be_set():
     torch_api.set_grad_enabled(False)
     off = torch.is_grad_enabled()
@@ -353,6 +362,7 @@ WORK = {
         "hooks_of": hooks_are_found,
         "load_package": package_computes,
         "state_without_hooks": hooks_are_found,
+        "KeepsDataTypes": data_types_stay,
         "tree_flatten": trees_are_rebuilt,
         "tree_unflatten": trees_are_rebuilt,
         "DisableTorchFunctionSubclass": wrapper_has_no_memory,
