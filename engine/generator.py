@@ -68,7 +68,7 @@ class Generator:
     @property
     def facts(self) -> ModelFacts:
         """What is so of the model's forwards, found out by trials of a few tokens when something depends on it."""
-        return self._runner.facts
+        return ModelFacts(self._runner)
 
     @property
     def tokenizer(self) -> Any:

@@ -27,7 +27,6 @@ from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
-from engine.model.ranks import OneProcess
 from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.version import __version__
 
@@ -71,12 +70,11 @@ class ModelFacts:
     models of this class, configuration and data type. Where a trial fails, or logits hardly depend on earlier tokens,
     the reason says so, and later calls try again.
 
-    plain_tokens, starts_again: see `engine.model.rope_frequencies`. joined: the trial of joined steps.
+    plain_tokens, starts_again: see `engine.model.rope_frequencies`.
     """
 
-    def __init__(self, runner: trials.Runs, ranks: OneProcess, joined: Callable[[Any], Answer]):
-        self._runner, self._model, self._ranks = weakref.proxy(runner), runner.model, ranks  # the runner has the facts
-        self._joined = joined
+    def __init__(self, runner: trials.Runs):
+        self._runner, self._model, self._ranks = runner, runner.model, runner.ranks
         self._answers = _answers.setdefault(runner.model, _Answers())
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
@@ -109,7 +107,7 @@ class ModelFacts:
             return "its position embeddings depend on the longest text of a batch"
         if not self._runner.takes_cache:
             return "it takes no cache of keys and values"
-        return self.why_not_in_cache or self._why("joined", lambda text: self._joined(self._runner))
+        return self.why_not_in_cache or self._why("joined", lambda text: self._runner.can_be_joined())
 
     def why_not_padding_between(self, cache: EngineCache) -> str | None:
         """Why padding behind tokens in `cache`, masked out, change the logits of what comes behind it."""
@@ -162,7 +160,7 @@ class ModelFacts:
                     return why or None
                 calls = _CALLS_UNTIL_NEXT_TRIAL
             answers.later[name] = why, calls - 1
-        return why
+        return why or None
 
     def _try(self, name: str, trial: Callable[[trials.Text], Answer]) -> tuple[str, bool]:
         """The reason, empty where it is so, and whether a trial has shown it; without memory it is made once more."""
@@ -170,6 +168,8 @@ class ModelFacts:
         if failure is not None and self._ranks.most(is_out_of_memory(failure)):
             empty_allocators()
             answer, failure = self._tried(trial)
+        if isinstance(failure, trials.BrokenModel):
+            return "", False
         not_so = _WHYS[name]
         if failure is not None:
             return f"it may be that {not_so}: the trial failed ({in_words(failure)})", False

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import finalize
+from weakref import finalize, proxy
 
 import torch
 from transformers import PreTrainedModel
@@ -77,7 +77,7 @@ class ModelRunner:
             keep_freed_memory()
         self.arguments = ForwardArguments(model)
         self.takes_cache = self.arguments.of_cache.can_be_ours
-        self.facts = ModelFacts(self, self.ranks, type(self)._can_be_joined)
+        self.facts = ModelFacts(proxy(self))  # no circle: what a run holds is freed with it
         self._backend, self._compiled = compile, None
         self._packages = LayerPackages(model, self._table) if compile == "auto" else None
         if makes_graphs(compile):
@@ -141,7 +141,8 @@ class ModelRunner:
         """Whether the model keeps states that change with every token."""
         return self.takes_cache and any(spec.keeps_state for spec in read_specs(self.model.config))
 
-    def _can_be_joined(self) -> bool | str | None:
+    def can_be_joined(self) -> bool | str | None:
+        """The trial of joined steps: see `engine.model.joined_step`."""
         read, feed = self._feed_with(ForwardOptions(prefill=True)), self._feed_with(_NO_OPTIONS)
         return can_be_joined(self.model, read, feed)
 
@@ -234,15 +235,14 @@ class ModelRunner:
     def _end_of_step(
         self, cache: EngineCache, columns: Columns, begin: int, total: int, chunk_tokens: int | None, has_media: bool
     ) -> int:
-        """The column that the next forward ends before. has_media: images or sounds come with the first forward alone."""
+        """The column that the next forward ends before. has_media: the first forward alone gets images or sounds."""
         end = total if chunk_tokens is None else min(total, begin + chunk_tokens)
         if cache.handle is None or end - begin == 1:
             return end
         if begin > 0:
             return end if self.facts.why_not_several is None else begin + 1
-        if (
-            columns.prompt < end and not has_media and self.facts.why_not_cut is not None
-        ):  # tokens of a text that is read once more
+        is_read_again = columns.prompt < end and not has_media
+        if is_read_again and self.facts.why_not_cut is not None:
             return columns.prompt
         # Models leave padding out of their states only where several tokens are read at once.
         return max(end, columns.first_full + 1) if self.has_states else end

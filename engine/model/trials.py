@@ -23,9 +23,14 @@ from caches.spec.accelerate_hooks import prompt_device
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
+from engine.model.ranks import OneProcess
 
 _CUT, _TOKENS, _PADDING = 4, 6, 4  # of the text: where it is cut, how long it is, and padding in it or before it
 _CHANGE, _LEAST_POWER = 0.002, 10.0  # of what another history changes; and how far it has to be above rounding
+
+
+class BrokenModel(Exception):
+    """Logits are NaN whatever is read: a run reports that."""
 
 
 class Runs(Protocol):
@@ -34,7 +39,11 @@ class Runs(Protocol):
     model: PreTrainedModel
     takes_cache: bool
 
+    ranks: OneProcess
+
     def forward_once(self, step: Step, inputs: ModelInputs) -> ModelOutput: ...
+
+    def can_be_joined(self) -> bool | str | None: ...
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,8 @@ class Text:
     def scale(self) -> Scale:
         """That of `at_once`; of a model with states also that of what their loss changes, where it is less."""
         both, other = self._read(torch.cat([self._ids, self._other]), (_TOKENS,)), self.at_once
+        if bool(other.isnan().any()):
+            raise BrokenModel
         text, other = both[0], both[1]
         rounding = max(rounding_of(self.at_once), distance(text, self.at_once))
         history = distance(text, other)

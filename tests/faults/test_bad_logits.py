@@ -163,9 +163,7 @@ def test_the_turn_before_is_kept(late, name):
 def test_only_the_draft(late, sample):
     model, inputs = tiny("llama")
     draft = draft_of("llama")
-    match = (
-        r"after \d+ new tokens? per row: the draft returned .* NaN .* the model and its text are sound: leave assist"
-    )
+    match = r"after \d+ new tokens? per row: the draft returned .* NaN .* the model and its text are sound: leave"
     options = {"assistant_model": draft, "do_sample": sample}
     for after in (0, 3):
         with breaking(draft, NAN, after):

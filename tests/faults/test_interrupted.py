@@ -65,9 +65,7 @@ def failing_layer(model, at):
 
 
 def interrupted(model, inputs, what, at, **options):
-    told = (
-        r"generation stopped after (\d+) new tokens? per row \(RuntimeError: no more of this\); what was generated is"
-    )
+    told = r"generation stopped after (\d+) new tokens? per row \(RuntimeError: no more of this\); what was generated"
     with (
         failing_layer(model, at if what == "a layer" else 0),
         pytest.raises(engine.GenerationInterrupted, match=told) as error,

@@ -159,8 +159,8 @@ def sees(model):
 def looks_up(model):
     """After tokens that only the cache has read: whether the model reads drafts on is tried, and this one does not."""
     first, generator = engine.generate(model, prompt(rows=1, pads=0), max_new_tokens=2), engine.Generator(model)
-    generator.facts._answers.whys.clear()
-    generator.facts._file = lambda: None  # another test may have tried it
+    generator._runner.facts._answers.whys.clear()
+    generator._runner.facts._file = lambda: None  # another test may have tried it
     options = {"attention_mask": torch.ones(1, 15), "prompt_lookup_num_tokens": 3, "max_new_tokens": 2}
 
     def look_up():
