@@ -234,9 +234,9 @@ def counted_bytes(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def verdict(found: Result, whole: Result, is_search: bool) -> tuple[str, bool]:
+def verdict(found: Result, whole: Result, is_search: bool, start_s: float) -> tuple[str, bool]:
     """What came of it, and whether that is allowed. is_search: whether the best text so far may begin otherwise."""
-    if found.seconds > TIMES * whole.seconds + START_S:
+    if found.seconds > TIMES * whole.seconds + start_s:
         return "too slow" if found.error is None else f"too slow: {found.error}", False
     changes = [one for one in found.fallbacks if one.startswith(CHANGING)]
     if found.error is None:
@@ -251,14 +251,14 @@ def verdict(found: Result, whole: Result, is_search: bool) -> tuple[str, bool]:
     return found.error.split(":")[0], is_search or bool(changes) or all(begins)
 
 
-def judged(bench: Bench, seeds: Iterable[int]) -> Iterator[tuple[int, str, bool, str]]:
+def judged(bench: Bench, seeds: Iterable[int], start_s: float) -> Iterator[tuple[int, str, bool, str]]:
     """Of each seed what came of it, whether that is allowed, and the particulars."""
     for seed in seeds:
         call, limit = Call.drawn(seed // PER_CALL), Limit.drawn(seed)
         whole = bench.free(call)
         assert whole.ours, f"without a limit, seed {seed}: {call}: {whole.error}"
         found = bench.generated_in_a_fork(call, limit)
-        told, is_allowed = verdict(found, whole, "num_beams" in call.strategy)
+        told, is_allowed = verdict(found, whole, "num_beams" in call.strategy, start_s)
         particulars = f"{call}, {limit}: {found.seconds:.1f} s, without a limit {whole.seconds:.1f} s; "
         yield seed, told, is_allowed, particulars + "; ".join([*found.fallbacks, found.error or ""])
 
@@ -269,6 +269,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, nargs="+")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--model", default=engine.SHIPPED_MODEL)
+    parser.add_argument("--start-s", type=float, default=START_S, help="seconds that a run may need to start")
     parser.add_argument("--cold", action="store_true", help="no call before the limit")
     parser.add_argument("--all", action="store_true", help="print the particulars of all runs")
     given = parser.parse_args()
@@ -277,7 +278,7 @@ def main() -> None:
     counts: Counter[str] = Counter()
     failed = 0
     bench = Bench(given.model, not given.cold)
-    for seed, told, is_allowed, particulars in judged(bench, seeds):
+    for seed, told, is_allowed, particulars in judged(bench, seeds, given.start_s):
         counts[told] += 1
         failed += not is_allowed
         if given.all or given.seed is not None or not is_allowed:
