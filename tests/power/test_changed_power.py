@@ -18,7 +18,7 @@ def without(**parts):
 
 
 BREAKAGES = {
-    "nobody asks": (caches.TokenLog, "why_other", lambda self, now: None),
+    "no caller asks": (caches.TokenLog, "why_other", lambda self, now: None),
     "a version never differs": (ModelVersion, "difference", lambda self, later: None),
     "weights are not read": without(weights=0),
     "buffers are not read": without(buffers=0),
@@ -33,7 +33,7 @@ BREAKAGES = {
 }
 
 
-QUICK = {"nobody asks", "weights are not read", "a freed model is like any"}
+QUICK = {"no caller asks", "weights are not read", "a freed model is like any"}
 
 
 @pytest.mark.parametrize(
