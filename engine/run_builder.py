@@ -44,7 +44,7 @@ from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import EncodedPrompt
 from engine.request.call import Call, read_call
 from engine.request.compatibility import check_together
-from engine.request.continuation import check_content, check_continues, check_reader
+from engine.request.continuation import check_content, check_continues, check_goes_on, check_reader
 from engine.request.draft import DraftRequest, read_draft_request
 from engine.request.parameters import read_parameters
 from engine.request.read_request import read_request
@@ -242,9 +242,10 @@ class RunBuilder:
         if cache is None:
             cache = new_cache(runner.model, choice, request, self.config, budget, runner.takes_cache)
         elif request.guidance is None:  # else it is empty
-            known = check_continues(cache, request, runner)
+            known = check_continues(cache, request)
             if reader is not None:
                 check_reader(cache, reader)
+            check_goes_on(runner, cache, request)
         check_together(runner, cache, request, self.config.compile)
         return cache, known
 

@@ -36,8 +36,8 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
     return log.mask[:, :agreed].to(ids.device)
 
 
-def check_continues(cache: EngineCache, request: Request, runner: ModelRunner) -> bool:
-    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt, or cannot be gone on from.
+def check_continues(cache: EngineCache, request: Request) -> bool:
+    """Raise `InputError` where the tokens known to be in `cache` do not begin the prompt.
 
     Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
@@ -50,7 +50,6 @@ def check_continues(cache: EngineCache, request: Request, runner: ModelRunner) -
         raise InputError(f"the cache has room for {cache.max_rows} rows, but the prompt has {len(ids)}")
     if cached == 0:
         return True
-    _check_goes_on(runner, cache, request)
     if log is None or log.ids.shape[1] < cached or prompt.columns_without_ids > 0:
         return False
     source = source_of(prompt.model_kwargs)
@@ -224,8 +223,10 @@ def _differs(different: torch.Tensor, before: int, cached: int, given: torch.Ten
     )
 
 
-def _check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
-    """Refuse to go on from `cache` where the text would be another one than without it."""
+def check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+    """Refuse to go on from `cache` where the text would be another one than without it. Trials may run the model."""
+    if cache.total_tokens == 0:
+        return
     name, cached, log, mask = type(runner.model).__name__, cache.total_tokens, cache.log, request.mask
     padded = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
     why = runner.facts.why_not_padding_between(cache) if padded else None
