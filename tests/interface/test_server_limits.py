@@ -151,13 +151,15 @@ def test_long_texts_are_read_one_at_a_time_and_short_ones_do_not_wait(gen, monke
 
 # Bodies.
 
+GZIPPED = gzip.compress(b"{}", mtime=0)  # without the time, which the names of tests would carry
+
 
 @pytest.mark.parametrize(
     ("content", "headers", "status", "said"),
     [
-        (gzip.compress(b"{}"), {"Content-Encoding": "gzip"}, 415, "coded as 'gzip'"),
+        (GZIPPED, {"Content-Encoding": "gzip"}, 415, "coded as 'gzip'"),
         (b"{}", {"Content-Encoding": "br"}, 415, "coded as 'br'"),
-        (gzip.compress(b"{}"), {}, 400, "no text in UTF-8"),
+        (GZIPPED, {}, 400, "no text in UTF-8"),
         (b'{"model": "\xff"}', {}, 400, "no text in UTF-8: byte 11"),
         (b"[" * 10**5, {}, 400, "nested too deeply"),
         (b"{", {}, 400, "no JSON: Expecting property name .* at character 1"),
