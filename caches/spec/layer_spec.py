@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.cache_utils import DynamicCache
 
+from caches.errors import UnsupportedLayerError
 from caches.spec.rope import RopeRotation, read_rope
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
@@ -91,7 +92,12 @@ def read_specs(config: Any) -> tuple[LayerSpec, ...]:
     config = _decoder(config)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is None:
-        layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers  # T5's are the encoder's
+        layers = getattr(config, "num_decoder_layers", None) or getattr(config, "num_hidden_layers", None)
+        if layers is None:  # num_hidden_layers of T5 are the encoder's
+            raise UnsupportedLayerError(
+                f"{type(config).__name__} does not say how many layers there are, so what a cache keeps of each is not "
+                "known: use cache='none'"
+            )
         layer_types = [_implied_layer_type(config)] * layers
     shares_kv = _layers_without_own_kv(config, len(layer_types))
     return tuple(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +18,7 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from caches import EngineCache, read_specs
+from caches import EngineCache
 from caches.machine import cache_folder, write_atomically
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
@@ -30,9 +29,8 @@ from engine.model.model_lock import turn_of
 from engine.out_of_memory import empty_allocators, in_words, without_frames
 from engine.version import __version__
 
-_METHOD = 1  # version of the trials: answers of other versions are ignored
+_METHOD = 2  # version of the trials: answers of other versions are ignored
 _CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
-_WINDOW = re.compile(r"(.*_)?window(_size|_length)?")
 Answer: TypeAlias = "bool | str | None"
 """Of a trial: whether something is so, or why it is not; None where that is unknown."""
 
@@ -43,6 +41,8 @@ _WHYS = {
     "padded": "pad tokens before a text change what comes behind them",
     "padding between": "pad tokens between others change what comes behind them",
     "in cache": "a part of what was read is kept in the model's modules, not in the cache",
+    "rows": "rows that change their places do not go on as they were",
+    "all logits": "logits behind the last token are all that a forward returns",
     "joined": "other rows of a batch change what is computed of a row",
 }
 
@@ -101,6 +101,16 @@ class ModelFacts:
         return self._why("in cache", partial(_in_cache, self._model))
 
     @property
+    def why_not_reordered(self) -> str | None:
+        """Why rows of its cache cannot change places, which beams do, and leave the texts as they are."""
+        return self._why("rows", partial(_rows, self._model)) if self._runner.takes_cache else None
+
+    @property
+    def why_not_all_logits(self) -> str | None:
+        """Why a forward of several tokens does not return the logits behind each of them."""
+        return self._why("all logits", lambda text: text.has_all_logits)
+
+    @property
     def why_not_joined(self) -> str | None:
         """Why its steps cannot be joined with those of other caches."""
         if self.dynamic_ropes:
@@ -113,8 +123,8 @@ class ModelFacts:
         """Why padding behind tokens in `cache`, masked out, change the logits of what comes behind it."""
         handle = cache.handle
         imposes = bool(getattr(handle, "imposes_windows", False))
-        if imposes or any(getattr(handle, "is_sliding", ())) or _has_other_windows(self._model.config):
-            return "pad tokens take places in windows"  # which a few tokens do not fill
+        if imposes or any(getattr(handle, "is_sliding", ())) or _other_windows(self._model.config):
+            return "pad tokens take places in windows"
         return self._why("padding between", _padding_between)
 
     # What was fed last.
@@ -178,10 +188,10 @@ class ModelFacts:
         return (answer if isinstance(answer, str) else "" if answer else not_so), True
 
     def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:
-        device = prompt_device(self._model).type
+        device, others = prompt_device(self._model).type, _other_windows(self._model.config)
         try:
-            with torch.no_grad(), torch.autocast(device, enabled=False):
-                return self._ranks.together(lambda: trial(trials.Text(self._runner))), None
+            with torch.no_grad(), torch.autocast(device, enabled=False), trials.small_windows(self._model):
+                return self._ranks.together(lambda: trial(trials.Text(self._runner, max(others, default=0)))), None
         except Exception as error:
             self._ranks.meet()
             return None, without_frames(error)
@@ -214,7 +224,7 @@ def _cut(text: trials.Text) -> Answer:
     answer = (
         None if several is None else text.scale.is_same(text.in_pieces if several else text.one_by_one, text.at_once)
     )
-    if answer is False and not text.is_causal:
+    if answer is False and text.is_causal is False:
         return "a token is read with the tokens behind it in mind, so a text that is read in pieces is another one"
     return answer
 
@@ -229,17 +239,19 @@ def _padding_between(text: trials.Text) -> Answer:
     return None if several is None else text.scale.is_same(text.with_padding_between(several), expected)
 
 
+def _rows(model: PreTrainedModel, text: trials.Text) -> Answer:
+    """Where modules keep states, texts are read again. Where rounding hides all differences, beams are as good."""
+    return _in_cache(model, text) is False or text.scale.is_same(text.exchanged(), text.one_by_one) is not False
+
+
 def _in_cache(model: PreTrainedModel, text: trials.Text) -> Answer:
     assert text.at_once is not None  # a forward behind which modules have what they keep
     return not trials.keeps_tensors(model) or text.scale.is_same(text.interrupted(), text.one_by_one)
 
 
-def _has_other_windows(config: PreTrainedConfig) -> bool:
-    """Whether a configuration names a window that none of its layers announces, as gpt_neo's does."""
-    announced = {spec.attention_span.size for spec in read_specs(config)}
-    fields = config.get_text_config(decoder=True).to_dict().items()
-    sizes = {value for name, value in fields if type(value) is int and value > 0 and _WINDOW.fullmatch(name)}
-    return not sizes <= announced
+def _other_windows(config: PreTrainedConfig) -> set[int]:
+    """Sizes of the windows that a configuration names and none of its layers announces, as gpt_neo's does."""
+    return set(trials.windows_of(config).values()) - trials.announced_windows(config)
 
 
 def stored_whys(model: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> list[str]:

@@ -6,18 +6,20 @@ was not read, or read in another place, is not. Where history itself hardly show
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from caches import EngineCache, NoCache, build
+from caches import EngineCache, NoCache, UnsupportedLayerError, build, read_specs
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
 from engine.model.columns import Columns
@@ -27,6 +29,8 @@ from engine.model.ranks import OneProcess
 
 _CUT, _TOKENS, _PADDING = 4, 6, 4  # of the text: where it is cut, how long it is, and padding in it or before it
 _CHANGE, _LEAST_POWER = 0.002, 10.0  # of what another history changes; and how far it has to be above rounding
+
+_WINDOW = re.compile(r"(.*_)?window(_size|_length)?")
 
 
 class BrokenModel(Exception):
@@ -72,13 +76,18 @@ def rounding_of(logits: torch.Tensor) -> float:
 
 
 class Text:
-    """One text that a model reads in several ways. The logits are those behind its last token, [vocabulary]."""
+    """One text that a model reads in several ways. The logits are those behind its last token, [vocabulary].
 
-    def __init__(self, runner: Runs):
+    tokens_before: how many tokens come before the text, so that windows of that many tokens are full.
+    """
+
+    def __init__(self, runner: Runs, tokens_before: int = 0):
         self._runner, model = runner, runner.model
         size = model.config.get_text_config(decoder=True).vocab_size
-        self._ids = (torch.arange(_TOKENS, device=prompt_device(model)) + 3)[None] % size
-        history = torch.arange(_TOKENS, device=self._ids.device) < _CUT
+        self._cut, self._tokens = tokens_before + _CUT, tokens_before + _TOKENS
+        self._single = (self._cut, *range(self._cut + 1, self._tokens + 1))
+        self._ids = (torch.arange(self._tokens, device=prompt_device(model)) + 3)[None] % size
+        history = torch.arange(self._tokens, device=self._ids.device) < self._cut
         self._other = torch.where(history, (self._ids + max(1, size // 2)) % size, self._ids)
 
     @cached_property
@@ -88,61 +97,72 @@ class Text:
     @cached_property
     def in_pieces(self) -> torch.Tensor:
         """In two forwards of several tokens."""
-        return self._read(self._ids, (_CUT, _TOKENS))[-1]
+        return self._read(self._ids, (self._cut, self._tokens))[-1]
 
     @cached_property
     def one_by_one(self) -> torch.Tensor:
         """The tokens behind the cut in forwards of their own."""
-        return self._read(self._ids, _SINGLE)[-1]
+        return self._read(self._ids, self._single)[-1]
 
     @property
     def is_causal(self) -> bool | None:
         """Whether logits are the same with and without what comes later."""
-        first = self._read(self._ids[:, :_CUT], (_CUT,))[-1]
-        return self.scale.is_same(first, self._read_at_once[_CUT - 1])
+        first = self._read(self._ids[:, : self._cut], (self._cut,))[-1]
+        return self.scale.is_same(first, self._read_at_once[self._cut - 1])
 
     @cached_property
     def scale(self) -> Scale:
         """That of `at_once`; of a model with states also that of what their loss changes, where it is less."""
-        both, other = self._read(torch.cat([self._ids, self._other]), (_TOKENS,)), self.at_once
+        both, other = self._read(torch.cat([self._ids, self._other]), (self._tokens,)), self.at_once
         if bool(other.isnan().any()):
             raise BrokenModel
         text, other = both[0], both[1]
         rounding = max(rounding_of(self.at_once), distance(text, self.at_once))
         history = distance(text, other)
         cache = self._new_cache()
-        self._read(self._ids, (_CUT,), cache)
+        self._read(self._ids, (self._cut,), cache)
         states = list(_states_of(cache))
         if states:
             for state in states:
                 state.zero_()
-            without = self._read(self._ids, _SINGLE[1:], cache)[-1]
+            without = self._read(self._ids, self._single[1:], cache)[-1]
             history = min(history, distance(without, self.one_by_one))
         return Scale(history, rounding)
 
     def padded(self) -> torch.Tensor:
         """Behind padding."""
         ids = torch.cat([self._padding(), self._ids], dim=1)
-        return self._read(ids, (_PADDING + _TOKENS,), mask=_mask(ids, 0))[-1]
+        return self._read(ids, (_PADDING + self._tokens,), mask=_mask(ids, 0))[-1]
 
     def with_padding_between(self, several: bool) -> torch.Tensor:
         """With pad tokens at the cut, of which the first is not masked when it is read. several: in one forward."""
-        ids = torch.cat([self._ids[:, :_CUT], self._padding(), self._ids[:, _CUT:]], dim=1)
-        ends = (ids.shape[1],) if several else range(_CUT + 2, ids.shape[1] + 1)
+        ids = torch.cat([self._ids[:, : self._cut], self._padding(), self._ids[:, self._cut :]], dim=1)
+        ends = (ids.shape[1],) if several else range(self._cut + 2, ids.shape[1] + 1)
         cache = self._new_cache()
-        self._read(ids, (_CUT, _CUT + 1), cache)
-        return self._read(ids, ends, cache, _mask(ids, _CUT))[-1]
+        self._read(ids, (self._cut, self._cut + 1), cache)
+        return self._read(ids, ends, cache, _mask(ids, self._cut))[-1]
+
+    def exchanged(self) -> torch.Tensor:
+        """As `one_by_one`, in another row than the first tokens were read in."""
+        cache = self._new_cache()
+        self._read(torch.cat([self._other, self._ids]), self._single[:1], cache)
+        cache.select_rows(torch.tensor([1, 0], device=self._ids.device))
+        return self._read(torch.cat([self._ids, self._other]), self._single[1:], cache)[0]
+
+    @property
+    def has_all_logits(self) -> bool:
+        return len(self._read_at_once) == self._tokens
 
     def interrupted(self) -> torch.Tensor:
         """As `one_by_one`, while another text is read behind the cut."""
         cache = self._new_cache()
-        self._read(self._ids, _SINGLE[:1], cache)
-        self._read(self._other, _SINGLE)
-        return self._read(self._ids, _SINGLE[1:], cache)[-1]
+        self._read(self._ids, self._single[:1], cache)
+        self._read(self._other, self._single)
+        return self._read(self._ids, self._single[1:], cache)[-1]
 
     @cached_property
     def _read_at_once(self) -> torch.Tensor:
-        return self._read(self._ids, (_TOKENS,))
+        return self._read(self._ids, (self._tokens,))
 
     def _read(
         self,
@@ -176,13 +196,13 @@ class Text:
         return logits[0] if len(ids) == 1 else logits[:, -1]
 
     def _new_cache(self) -> EngineCache:
-        return build("dynamic", self._runner.model.config) if self._runner.takes_cache else NoCache()
+        if self._runner.takes_cache:
+            with suppress(UnsupportedLayerError):
+                return build("dynamic", self._runner.model.config)
+        return NoCache()
 
     def _padding(self) -> torch.Tensor:
         return torch.zeros_like(self._ids[:, :1]).expand(-1, _PADDING)
-
-
-_SINGLE = (_CUT, *range(_CUT + 1, _TOKENS + 1))
 
 
 def _mask(ids: torch.Tensor, first: int) -> torch.Tensor:
@@ -215,6 +235,38 @@ def _other_inputs(model: PreTrainedModel, rows: int) -> ModelInputs:
     values = torch.linspace(-1, 1, _CUT * width, device=prompt_device(model), dtype=model.dtype)
     states = values.view(1, _CUT, width).expand(rows, -1, -1).contiguous()
     return ModelInputs(model_kwargs={"encoder_outputs": _Encoded(last_hidden_state=states)})
+
+
+def windows_of(config: PreTrainedConfig) -> dict[str, int]:
+    """The sizes of windows that a configuration names, by the names of its fields."""
+    fields = config.get_text_config(decoder=True).to_dict().items()
+    return {name: value for name, value in fields if type(value) is int and value > 0 and _WINDOW.fullmatch(name)}
+
+
+def announced_windows(config: PreTrainedConfig) -> set[int | None]:
+    """The sizes of the windows that caches of a configuration have; None where a layer has none."""
+    try:
+        return {spec.attention_span.size for spec in read_specs(config)}
+    except UnsupportedLayerError:  # no cache can be built
+        return {None}
+
+
+@contextmanager
+def small_windows(model: PreTrainedModel) -> Iterator[None]:
+    """Makes the windows that caches have so small that the text of a trial is longer, of the model and new caches."""
+    config, announced = model.config.get_text_config(decoder=True), announced_windows(model.config)
+    windows = {name: size for name, size in windows_of(config).items() if size in announced}
+    holders = [config, *(module for module in model.modules() if windows)]
+    changed = [
+        (holder, name, size) for holder in holders for name, size in windows.items() if vars(holder).get(name) == size
+    ]
+    for holder, name, _ in changed:
+        setattr(holder, name, _CUT)
+    try:
+        yield
+    finally:
+        for holder, name, size in changed:
+            setattr(holder, name, size)
 
 
 def keeps_tensors(model: nn.Module) -> bool:

@@ -56,7 +56,7 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
     if request.needs.verifies:
         _check_rolls_back(runner, cache, request)
     _check_cache(model, cache, request)
-    _check_pieces(runner, cache, request)
+    _check_facts(runner, cache, request)
     _check_placement(model, cache)
     if makes_graphs(compile):
         if request.config.disable_compile:
@@ -106,16 +106,25 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
         )
 
 
-def _check_pieces(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
-    """Refuse pieces of a prompt where the model reads them in another way than the whole."""
+def _check_facts(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
+    """Refuse what would be wrong texts of this model. Trials may run it."""
+    name, facts = type(runner.model).__name__, runner.facts
     waiting, of_cache = request.read[1].shape[1] - cache.total_tokens, attention_view(cache).max_step_tokens
     most = min((tokens for tokens in (request.chunk_tokens, of_cache) if tokens is not None), default=waiting)
-    why = runner.facts.why_not_cut if most < waiting else None
+    why = facts.why_not_cut if most < waiting else None
     if why is not None:
         remedy = "read it at once, without prefill_chunk_tokens or prefill_chunk_size"
         raise OptionError(
-            f"the prompt is to be read in pieces of {most} tokens of {waiting}, and in {type(runner.model).__name__} "
+            f"the prompt is to be read in pieces of {most} tokens of {waiting}, and in {name} "
             f"{why}: {remedy if most == request.chunk_tokens else 'use another cache than ' + cache.name}"
+        )
+    why = facts.why_not_all_logits if request.needs.verifies or request.needs.hidden_states else None
+    if why is not None:
+        raise OptionError(f"{request.strategy.name} needs logits behind every token, and in {name} {why}: use another")
+    why = facts.why_not_reordered if request.needs.rows_per_prompt > 1 and cache.handle is not None else None
+    if why is not None:
+        raise OptionError(
+            f"{request.strategy.name} makes several rows of each prompt, and in {name} {why}: use cache='none'"
         )
 
 
