@@ -200,9 +200,10 @@ class ModelRunner:
                     options.resume()
                 if options.prefill and self._packages is not None:
                     self._packages.begin_run()
+                begins = options.prefill or (begin == 0 and cache.handle is not None)  # or again, with its media
                 if options.prefill or begin == 0:
                     view.set_padding(columns.left_padding)
-                step = Step(ids, columns, cache, before, begin, end, options.prefill)
+                step = Step(ids, columns, cache, before, begin, end, begins)
                 logits = max(1, end - max(begin, total - options.logits_for_last))
                 arguments = self.arguments.of(step, inputs, logits)
                 if cache.handle is not None and arguments.get(self.arguments.of_cache.name) is None:

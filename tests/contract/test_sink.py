@@ -307,12 +307,12 @@ def test_keys_that_turn_otherwise_than_the_configuration_says():
 
 def test_rows_that_ended_early_do_not_go_on_together():
     model, inputs = model_of("llama"), prompt(pads=0)
-    first = generate(model, inputs, max_new_tokens=9)
-    mask = torch.ones(2, first.sequences.shape[1] + 1, dtype=torch.long)
-    mask[0, -4:-1] = 0
+    ends, other = generate(model, inputs, max_new_tokens=9).tokens
+    end = next(token for token in ends[:6] if token not in other)
+    first = generate(model, inputs, max_new_tokens=9, eos_token_id=end)
     ids = torch.nn.functional.pad(first.sequences, (0, 1), value=5)
     with pytest.raises(engine.InputError, match="row 0 has padding between its tokens"):
-        engine.generate(model, {"input_ids": ids, "attention_mask": mask}, cache=first.cache, max_new_tokens=3)
+        engine.generate(model, ids, cache=first.cache, max_new_tokens=3)
 
 
 def test_gaps_in_a_text_are_refused():

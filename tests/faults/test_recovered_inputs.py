@@ -15,6 +15,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import engine
 from configs import EngineConfig
+from engine.model.facts import ModelFacts
 
 NEW = 6
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -62,6 +63,20 @@ def test_images(fallbacks, name):
     assert bool(recovered(model, inputs, fallbacks)) == (
         fallbacks not in (["chunk"], ["split"])
     )  # an image is read whole, and with its own rows
+
+
+@pytest.mark.parametrize("name", MULTIMODAL)
+def test_images_are_read_again_with_their_text(name, monkeypatch):
+    """Where modules keep a part of what they have read, and another call came between."""
+    model, inputs = copy.deepcopy(seeing_model(name)), seen_prompt(name)
+    generator = engine.Generator(model)
+    expected = generator.generate(inputs, max_new_tokens=NEW).tokens
+    monkeypatch.setattr(ModelFacts, "why_not_in_cache", "a part is kept elsewhere")
+    stream = generator.stream(inputs, max_new_tokens=NEW)
+    next(stream)
+    generator.generate(inputs, max_new_tokens=1)
+    list(stream)
+    assert stream.result().tokens == expected
 
 
 @each_rung

@@ -62,9 +62,9 @@ def skip_if_refused(name: str, model) -> None:
 
 def try_facts(model) -> None:
     """Let the model be tried now: forwards that are counted later are those of runs alone."""
-    facts = ModelRunner(model).facts
+    runner = ModelRunner(model)
     for fact in ("why_not_several", "why_not_cut", "why_not_in_cache"):
-        getattr(facts, fact)
+        getattr(runner.facts, fact)
 
 
 def cache_argument(model) -> str:
