@@ -264,17 +264,20 @@ FOLLOWS = {
     "padded": "guidance that compares texts of other lengths is refused",
     "padding between": "continuations of other lengths of a prefix and turns behind rows that ended early are refused",
     "in cache": "a text is read again after another one was computed, tokens were taken back, or rows changed places",
+    "rows": "several beams or samples of a prompt are refused",
+    "all logits": "drafts, prompt lookup and contrastive search are refused",
     "joined": "prompts of a batch take their steps one by one",
 }
 
 
 def not_so_of(name):
     generator = engine.Generator(made(name))
-    facts, whys = generator.facts, {"padded": generator.facts.why_not_padded}
+    facts = generator.facts
+    whys = {"padded": facts.why_not_padded, "all logits": facts.why_not_all_logits}
     if generator._runner.takes_cache:
         whys |= {"several": facts.why_not_several, "cut": facts.why_not_cut, "in cache": facts.why_not_in_cache}
         whys["padding between"] = facts.why_not_padding_between(caches.build("dynamic", generator.model.config))
-        whys["joined"] = facts.why_not_joined
+        whys |= {"rows": facts.why_not_reordered, "joined": facts.why_not_joined}
     return {fact for fact, why in whys.items() if why is not None}
 
 
