@@ -19,6 +19,7 @@ import torch
 import transformers
 from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
+from helpers import try_facts
 
 import caches
 import engine
@@ -264,10 +265,10 @@ class Call:
 
 @cache
 def model_and_ids(name: str) -> tuple[Any, torch.Tensor]:
-    """The model, and the ids of a prompt, or what its encoder reads: ids or features."""
-    if name in WITH_ENCODER:
-        return tiny_encoder_decoder(name), next(iter(source(name).values()))
-    return tiny_model(name), prompt(pads=0)["input_ids"]
+    """The model, and the ids of a prompt, or what its encoder reads: ids or features. What is so of it is known."""
+    model = tiny_encoder_decoder(name) if name in WITH_ENCODER else tiny_model(name)
+    try_facts(model)
+    return model, next(iter(source(name).values())) if name in WITH_ENCODER else prompt(pads=0)["input_ids"]
 
 
 def turn(model: Any, ids: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
