@@ -45,9 +45,19 @@ class PrefixFiles:
 
     def __iter__(self) -> Iterator[StoredFile]:
         for path in sorted(self._folder.glob("*.json"), key=_modified):
-            with suppress(OSError, ValueError, TypeError):
+            try:
                 content = json.loads(path.read_text())
-                yield StoredFile(**content | {"ids": tuple(content["ids"])})
+                file = StoredFile(**content | {"ids": tuple(content["ids"])})
+                is_right = path.stem == name_of(file.kind, file.ids)
+                is_right &= type(file.prompt_tokens) is type(file.common_tokens) is int
+            except OSError:
+                continue
+            except (ValueError, TypeError, KeyError, RecursionError):
+                is_right = False
+            if is_right:
+                yield file
+            else:  # damaged; without it the file is made again
+                _unlink(path)
 
     def write(self, file: StoredFile, cache: Any) -> set[str]:
         """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`, `CacheError`.
