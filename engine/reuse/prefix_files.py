@@ -88,7 +88,8 @@ class PrefixFiles:
         return removed
 
     def read(self, file: StoredFile) -> EngineCache | None:
-        """The cache in it; None where it cannot be read. A file that is gone, damaged or of another release is removed.
+        """The cache in it; None where it cannot be read. A file that is gone, damaged, of another release or of other
+        tokens is removed.
 
         Raises the error of memory that is out.
         """
@@ -101,6 +102,9 @@ class PrefixFiles:
             cause = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
                 _remove(path)
+            return None
+        if cache.log is None or cache.log.ids[0, : cache.total_tokens].tolist() != list(file.ids):
+            _remove(path)
             return None
         with suppress(OSError):  # of another user, or not to be written
             os.utime(path)

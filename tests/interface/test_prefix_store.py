@@ -331,6 +331,15 @@ def test_an_index_that_is_gone_or_damaged_is_made_again(damage, tmp_path):
     assert cached_tokens(tmp_path) == [99, 99, 99]
 
 
+def test_a_file_that_holds_other_tokens_is_not_believed(tmp_path):
+    assert cached_tokens(tmp_path) == [0, 0, 0]
+    first, *others = tmp_path.glob("*/*.safetensors")
+    for other in others:
+        shutil.copy(first, other)
+    found = cached_tokens(tmp_path)
+    assert (found.count(99), found.count(0)) == (1, 2)
+
+
 def test_files_have_a_limit_too(tmp_path):
     generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
     for seed in range(20):
