@@ -125,13 +125,17 @@ class RunBuilder:
                 return self._build(instead, streams, make_room, pauses, read)
         except BaseException as error:
             ranks.end()
-            if not (read and is_out_of_memory(error)):
+            if not is_out_of_memory(error):
                 raise
             failure = without_frames(error)
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
-        prompts, with_text = read[-1].prompt.ids, (call.tokenizer or self.tokenizer) is not None
-        nothing = nothing_generated(prompts, with_text, (), 0.0, read[-1].grammar is not None)
+        prompts = read[-1].prompt.ids if read else torch.empty(1, 0, dtype=torch.long, device="cpu")
+        with_text, has_form = (
+            (call.tokenizer or self.tokenizer) is not None,
+            bool(read) and read[-1].grammar is not None,
+        )
+        nothing = nothing_generated(prompts, with_text, (), 0.0, has_form)
         message = f"memory was out while the run was prepared, before the first token ({in_words(failure)})"
         raise OutOfMemoryError(message, nothing) from failure
 

@@ -45,9 +45,19 @@ class PrefixFiles:
 
     def __iter__(self) -> Iterator[StoredFile]:
         for path in sorted(self._folder.glob("*.json"), key=_modified):
-            with suppress(OSError, ValueError, TypeError):
+            try:
                 content = json.loads(path.read_text())
-                yield StoredFile(**content | {"ids": tuple(content["ids"])})
+                file = StoredFile(**content | {"ids": tuple(content["ids"])})
+                is_right = path.stem == name_of(file.kind, file.ids)
+                is_right &= type(file.prompt_tokens) is type(file.common_tokens) is int
+            except OSError:
+                continue
+            except (ValueError, TypeError, KeyError, RecursionError):
+                is_right = False
+            if is_right:
+                yield file
+            else:  # damaged; without it the file is made again
+                _unlink(path)
 
     def write(self, file: StoredFile, cache: Any) -> set[str]:
         """Save the cache, and remove the oldest files where all together are too large. Raises `OSError`, `CacheError`.
@@ -78,7 +88,8 @@ class PrefixFiles:
         return removed
 
     def read(self, file: StoredFile) -> EngineCache | None:
-        """The cache in it; None where it cannot be read. A file that is gone, damaged or of another release is removed.
+        """The cache in it; None where it cannot be read. A file that is gone, damaged, of another release or of other
+        tokens is removed.
 
         Raises the error of memory that is out.
         """
@@ -91,6 +102,9 @@ class PrefixFiles:
             cause = error if isinstance(error, OSError) else error.__cause__
             if not isinstance(cause, OSError) or isinstance(cause, FileNotFoundError):
                 _remove(path)
+            return None
+        if cache.log is None or cache.log.ids[0, : cache.total_tokens].tolist() != list(file.ids):
+            _remove(path)
             return None
         with suppress(OSError):  # of another user, or not to be written
             os.utime(path)

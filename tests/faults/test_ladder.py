@@ -1,6 +1,7 @@
 """What a run does when memory is out: the fallbacks one by one, in the order that was asked for."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from fallbacks import NEW, OOM, OutAt, expected, prompt, run, same
 import caches
 import engine
 from configs import EngineConfig
+from engine import run_builder
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.memory import fallbacks
 
@@ -122,6 +124,19 @@ def test_memory_that_is_out_between_forwards_is_told_with_what_there_is():
     with pytest.raises(engine.OutOfMemoryError, match="after 3 new tokens") as raised:
         run([], EngineConfig().on_oom, logits_processor=[process])
     assert len(raised.value.partial.tokens[0]) == 3
+
+
+@pytest.mark.parametrize("place", ["ReadBy", "read_parameters", "read_cache_choice"])
+def test_memory_that_is_out_before_a_call_is_read_is_told_too(place, monkeypatch):
+    def out(*args):
+        raise OOM["cpu"]()
+
+    monkeypatch.setattr(run_builder, place, SimpleNamespace(of=out) if place == "ReadBy" else out)
+    with pytest.raises(engine.OutOfMemoryError, match=r"while the run was prepared.*can't allocate") as raised:
+        run([], EngineConfig().on_oom)
+    assert raised.value.partial.tokens == [[]]
+    with pytest.raises(engine.OutOfMemoryError):
+        next(engine.Generator(tiny_model("llama")).generate_many([prompt(1)])).result()
 
 
 def test_other_errors_are_not_taken_for_it():

@@ -2,6 +2,7 @@
 
 import errno
 import inspect
+import json
 import os
 import shutil
 import subprocess
@@ -303,20 +304,40 @@ def test_files_that_are_gone_hide_no_others(tmp_path):
     assert len(generator._store) <= files + 3
 
 
-def test_a_file_without_its_index_is_made_again(tmp_path):
-    texts = [ids_of(100, seed) for seed in range(3)]
+def cached_tokens(folder):
+    """Of three prompts, by a generator of its own."""
+    generator = generator_of(store_bytes=70_000, prefix_store_folder=str(folder))
+    found = [generator.generate(ids_of(100, seed), max_new_tokens=NEW).stats.cached_tokens for seed in range(3)]
+    generator.release()
+    assert generator.prefix_failures == 0
+    return found
 
-    def cached_tokens():
-        generator = generator_of(store_bytes=70_000, prefix_store_folder=str(tmp_path))
-        found = [generator.generate(text, max_new_tokens=NEW).stats.cached_tokens for text in texts]
-        generator.release()
-        return found
 
-    assert cached_tokens() == [0, 0, 0]
-    for index in tmp_path.glob("*/*.json"):  # the process was killed before it wrote these
-        index.unlink()
-    assert cached_tokens() == [0, 0, 0]
-    assert cached_tokens() == [99, 99, 99]
+DAMAGED = [
+    "{}", "null", "[" * 10**5, {"ids": []}, {"ids": ["a"] * 50}, {"ids": [7] * 50}, {"kind": None},
+    {"prompt_tokens": "x"}, {"common_tokens": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", [None, *DAMAGED], ids=lambda damage: str(damage)[:30])
+def test_an_index_that_is_gone_or_damaged_is_made_again(damage, tmp_path):
+    assert cached_tokens(tmp_path) == [0, 0, 0]
+    for index in tmp_path.glob("*/*.json"):
+        if damage is None:  # the process was killed before it wrote it
+            index.unlink()
+        else:
+            index.write_text(damage if isinstance(damage, str) else json.dumps(json.loads(index.read_text()) | damage))
+    assert cached_tokens(tmp_path) == [0, 0, 0]
+    assert cached_tokens(tmp_path) == [99, 99, 99]
+
+
+def test_a_file_that_holds_other_tokens_is_not_believed(tmp_path):
+    assert cached_tokens(tmp_path) == [0, 0, 0]
+    first, *others = tmp_path.glob("*/*.safetensors")
+    for other in others:
+        shutil.copy(first, other)
+    found = cached_tokens(tmp_path)
+    assert (found.count(99), found.count(0)) == (1, 2)
 
 
 def test_files_have_a_limit_too(tmp_path):

@@ -540,11 +540,25 @@ def test_a_key(gen):
 @pytest.mark.parametrize(
     ("given", "name"),
     [("Proxy.example", "proxy.example"), ("proxy.example:443", "proxy.example"), ("[::1]:8000", "::1"), ("::1", "::1"),
-     ("fe80::1", "fe80::1"), ("127.0.0.1:80", "127.0.0.1")],
+     ("fe80::1", "fe80::1"), ("127.0.0.1:80", "127.0.0.1"), ("proxy.example.:80", "proxy.example"),
+     ("[0:0:0:0:0:0:0:1]:80", "::1"), ("FE80:0::1", "fe80::1")],
 )  # fmt: skip
 def test_a_host_may_be_named_with_its_port(given, name):
     assert allowed_hosts("0.0.0.0", [given]) == (name,)
     assert host_name(given) == name
+
+
+@pytest.mark.parametrize("host", ["LocalHost", "localhost.", "127.0.0.2", "0:0:0:0:0:0:0:1"])
+def test_a_server_for_this_machine_alone_goes_by_its_names(host):
+    assert {"localhost", "127.0.0.1", "::1", host_name(host)} == set(allowed_hosts(host))
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/metrics", "/nothing", COMPLETION])
+def test_what_is_asked_for_the_head_alone(server, path):
+    """As a balancer or `curl -I` asks, on a connection that goes on."""
+    head, whole = server.http.head(path), server.http.get(path)
+    assert (head.status_code, head.text) == (whole.status_code, "")
+    assert head.headers["content-type"] == whole.headers["content-type"]
 
 
 def test_the_page_is_complete(server):

@@ -1,5 +1,6 @@
 """What the server refuses before there is work, and what it says: sizes, times, connections, broken bodies."""
 
+import copy
 import gzip
 import json
 import logging
@@ -16,6 +17,7 @@ pytest.importorskip("fastapi", reason="the extra serve is not installed")
 pytest.importorskip("openai")
 
 import httpx
+from encoder_decoders import tiny_encoder_decoder
 from served import NAME, served
 from starlette.requests import Request
 
@@ -94,6 +96,21 @@ def test_a_text_that_cannot_fit_is_not_tokenized():
     assert tokenizer.sizes == []
     assert len(Texts(tokenizer, 100).ids("a" * 700, tokenizer.read)) == 350
     assert len(Texts(tokenizer, None).ids("a" * 10**6, tokenizer.read)) == 5 * 10**5
+
+
+@pytest.mark.parametrize(("name", "most"), [("bart", 64), ("t5", 4096)])
+def test_an_encoder_reads_as_much_as_it_can_and_no_more(name, most, gen):
+    """All at once: ten times as much would take a hundred times the time and memory, and nobody else is served."""
+    config = copy.deepcopy(tiny_encoder_decoder(name).config)
+    config.update({"vocab_size": len(gen.tokenizer), "eos_token_id": 2})
+    config.update({} if name == "t5" else {"max_position_embeddings": most})
+    model = type(tiny_encoder_decoder(name))(config).eval()
+    with served(engine.Generator(model, gen.tokenizer), context_tokens=None, most_bytes=2**22) as server:
+        assert complete(server, [5] * min(most, 100), max_tokens=2).status_code == 200
+        for prompt in ([5] * (most + 1), "x " * 100_000):
+            answer = complete(server, prompt)
+            assert answer.status_code == 400
+            assert "shorten the prompt" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("size", "read"), [(1, 1), (2, 2), (20, 4)])

@@ -88,8 +88,8 @@ class Gate:
         if (refusal := self._refusal(scope["path"], headers)) is not None:
             await _refuse(send, *refusal)
             return
-        if scope["method"] != "POST":
-            await self._app(scope, receive, send)
+        if scope["method"] != "POST":  # of an answer to HEAD the protocol leaves out the body
+            await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
             return
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":
             message = "the body is JSON: send the header Content-Type: application/json"

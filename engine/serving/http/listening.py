@@ -62,13 +62,13 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 
 
 def host_name(host: str) -> str:
-    """A name or an address without its port, an IPv6 address without brackets too; "" for what is neither."""
-    if (parts := _HOST.fullmatch(host)) is not None:
-        return (parts[1] or parts[2]).lower()
+    """A name or an address without its port, as it is written shortest, an IPv6 address without brackets too; "" for
+    what is neither."""
+    parts = _HOST.fullmatch(host)
     try:
-        return str(ipaddress.IPv6Address(host))
+        return str(ipaddress.IPv6Address(host if parts is None else parts[1] or parts[2]))
     except ValueError:
-        return ""
+        return "" if parts is None or parts[1] else parts[2].lower().removesuffix(".")
 
 
 def allowed_hosts(host: str, more: Sequence[str] = ()) -> tuple[str, ...] | None:
@@ -77,8 +77,9 @@ def allowed_hosts(host: str, more: Sequence[str] = ()) -> tuple[str, ...] | None
     if "" in names:
         wrong = more[names.index("")]
         raise OptionError(f"--allowed-host {wrong!r:.100} is no name of a host: give it without path and user")
-    if host == "localhost" or _is_loopback(host):
-        return (*LOOPBACK, host.lower(), *names)
+    own = host_name(host)
+    if own == "localhost" or _is_loopback(own):
+        return (*LOOPBACK, own, *names)
     return tuple(names) or None
 
 

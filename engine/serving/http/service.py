@@ -47,6 +47,7 @@ from engine.serving.http.reading import (
 from engine.serving.http.texts import LONG_CHARACTERS, Texts
 from engine.serving.request import BatchRequest
 
+_ENCODED_TOKENS = 4096  # of a prompt, for encoders whose settings have no limit
 _NO_MEMORY = "memory is out, so the request was not read: try again later, or send a shorter one"
 
 
@@ -143,7 +144,8 @@ class Service:
             raise OptionError("a server needs a tokenizer: Generator(model, tokenizer)")
         self._generator, self.name, self.limits, self._max_queue = generator, name, limits, max_queue
         self._has_encoder = generator.model.config.is_encoder_decoder  # then its answer has a context of its own
-        self._texts = Texts(generator.tokenizer, None if self._has_encoder else limits.context_tokens)
+        self._prompt_tokens = _prompt_tokens(generator.model.config, limits.context_tokens)
+        self._texts = Texts(generator.tokenizer, self._prompt_tokens)
         self._long_texts = ThreadPoolExecutor(1, "long texts")  # one at a time, and short ones do not wait for them
         self._batch = generator.batch(slots=limits.max_rows)
         self._open: set[asyncio.Task[None]] = set()  # one for each run, until its end
@@ -241,6 +243,11 @@ class Service:
         texts, model = self._texts, self._generator.model
         prompts = [chat_ids(body, texts)] if isinstance(body, ChatRequest) else completion_ids(body, texts)
         for ids in prompts:
+            if self._has_encoder and len(ids) > self._prompt_tokens:
+                raise InputError(
+                    f"the prompt has {len(ids):,} tokens, but the model's encoder reads {self._prompt_tokens:,}: "
+                    "shorten the prompt"
+                )
             check_vocabulary(model, torch.tensor(ids, device="cpu"))
         check_vocabulary(model, torch.tensor([*body.logit_bias], device="cpu"), "logit_bias: ")
         return prompts, [parameters(body, 0 if self._has_encoder else len(ids), self.limits) for ids in prompts]
@@ -316,6 +323,14 @@ class Service:
             job.cancel()  # of runs that have ended it changes nothing
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _prompt_tokens(config: Any, context: int | None) -> Any:
+    """How many tokens a prompt may have; None for no limit. An encoder reads all of them at once: it has one always."""
+    if not config.is_encoder_decoder:
+        return context
+    own, names = config.get_text_config(encoder=True), ("max_encoder_position_embeddings", "max_position_embeddings")
+    return next((size for name in names if (size := getattr(own, name, None))), context or _ENCODED_TOKENS)
 
 
 async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:

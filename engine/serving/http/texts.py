@@ -47,7 +47,7 @@ class Texts:
             if (tokens := len(_tokenized(text[:size], self._plain_ids))) > most + _MARGIN_TOKENS:
                 raise InputError(
                     f"the first {size:,} of {len(text):,} characters of the prompt have {tokens:,} tokens, but the "
-                    f"model's context has {most:,} for prompt and answer: shorten the prompt"
+                    f"model's context has {most:,}: shorten the prompt"
                 )
             size *= 4
 
