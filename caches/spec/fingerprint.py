@@ -18,6 +18,7 @@ from caches.spec.model_version import (
     first_elements,
     model_version,
     modules_in_use,
+    own_code,
     plain_parts,
     settings_of,
     tables_of,
@@ -25,7 +26,7 @@ from caches.spec.model_version import (
 from caches.torch_api import parts_of
 
 _SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
-_DIGESTS = ("weights", "buffers", "settings")
+_DIGESTS = ("weights", "buffers", "settings", "code", "layers")
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ModelVersion, dict[str, str]]] = WeakKeyDictionary()
 
@@ -48,7 +49,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     version, (before, found) = model_version(inner), _latest.get(inner, (None, {}))
     if before != version:
         config = inner.config.get_text_config(decoder=True)
-        parts = _weights(inner), _tables(inner), _settings(inner)
+        parts = _weights(inner), _tables(inner), _settings(inner), _code(inner), _layers(version)
         found = {
             "model": type(inner).__name__,
             "dtype": str(inner.dtype).removeprefix("torch."),
@@ -102,6 +103,17 @@ def _tables(model: nn.Module) -> Iterator[bytes]:
 def _settings(model: nn.Module) -> Iterator[bytes]:
     for name, module in _in_use(model):
         yield from (f"{name}.{own} {value!r}\n".encode() for own, value in sorted(settings_of(module).items()))
+
+
+def _code(model: nn.Module) -> Iterator[bytes]:
+    for name, module in _in_use(model):
+        named = (getattr(one, "__qualname__", type(one).__qualname__) for one in own_code(module).values())
+        yield f"{name} {type(module).__qualname__} {', '.join(named)}\n".encode()
+
+
+def _layers(version: ModelVersion) -> Iterator[bytes]:
+    for one in version.layers or ():
+        yield f"{one.layer_type} {sorted(one.components)} {one.attention_span}\n".encode()
 
 
 def _in_use(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
+from caches import EngineCache, StepError, UnsupportedLayerError, branch, convert, inspect, load, recipe
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.read_by import ReadBy
 from caches.transfer.convert import can_migrate
@@ -254,6 +254,11 @@ class Chat:
 
     def _go_back_to(self, ids: torch.Tensor) -> None:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
+        try:
+            if self.cache is not None and self.cache.total_tokens > 0:
+                self.cache.check_fits(self._generator.model.config)
+        except UnsupportedLayerError:  # the model has other layers by now
+            self.cache, self._branches = None, []
         if self.cache is None:
             return
         facts = self._generator.facts
