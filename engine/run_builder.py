@@ -152,6 +152,8 @@ class RunBuilder:
         recovery, draft_recovery = (Recovery(fallbacks, taken, self._clear_store, make_room) for _ in range(2))
         budget = Budget(config.max_cache_bytes, config.over_budget, taken)
         draft, now = self._draft_of(call.assistant_model), ReadBy.of(runner.model)
+        if now.version is not None:
+            runner.facts.renew(now.version)
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
         read.append(request)

@@ -138,7 +138,9 @@ def settings_of(module: nn.Module) -> dict[str, float]:
     }
     scales = attributes.get("scaling")
     if type(scales) is dict and not getattr(module, "disable_adapters", False):  # of PEFT: one for each adapter
-        found |= {f"{name}.scaling": scale for name, scale in scales.items() if name in cast(Any, module).active_adapters}
+        found |= {
+            f"{name}.scaling": scale for name, scale in scales.items() if name in cast(Any, module).active_adapters
+        }
     if found and "rope_type" in attributes:
         counts = _counted(module)
         return {name: value for name, value in found.items() if counts(name)}

@@ -22,6 +22,7 @@ from caches import EngineCache
 from caches.machine import cache_folder, write_atomically
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
+from caches.spec.model_version import ModelVersion, model_version
 from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
@@ -49,13 +50,14 @@ _WHYS = {
 
 @dataclass
 class _Answers:
-    """About one model. later: answers that may change, and for how many calls they stand.
+    """About one model. later: answers that may change, and for how many calls they stand. version: see `renew`.
 
     cache, total_tokens: what the model was fed last.
     """
 
     whys: dict[str, str | None] = field(default_factory=dict)
     later: dict[str, tuple[str, int]] = field(default_factory=dict)
+    version: ModelVersion | None = None
     cache: weakref.ref[Any] | None = None
     total_tokens: int = 0
 
@@ -76,6 +78,7 @@ class ModelFacts:
     def __init__(self, runner: trials.Runs):
         self._runner, self._model, self._ranks = runner, runner.model, runner.ranks
         self._answers = _answers.setdefault(runner.model, _Answers())
+        self.renew(model_version(runner.model))
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
         self.starts_again = rope_frequencies.starts_again(runner.model)
@@ -126,6 +129,15 @@ class ModelFacts:
         if imposes or any(getattr(handle, "is_sliding", ())) or _other_windows(self._model.config):
             return "pad tokens take places in windows"
         return self._why("padding between", _padding_between)
+
+    def renew(self, now: ModelVersion) -> None:
+        """Forget what may not be so any more of the model as it is now."""
+        before, self._answers.version = self._answers.version, now
+        if before is None or before == now:
+            return
+        self._answers.later.clear()
+        if (before.code, before.layers) != (now.code, now.layers):
+            self._answers.whys.clear()
 
     # What was fed last.
 

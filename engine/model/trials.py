@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from caches import EngineCache, NoCache, UnsupportedLayerError, build, read_specs
+from caches import EngineCache, NoCache, UnsupportedLayerError, build, driven, read_specs
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
+from caches.spec.model_version import own_code
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
@@ -196,9 +197,12 @@ class Text:
         return logits[0] if len(ids) == 1 else logits[:, -1]
 
     def _new_cache(self) -> EngineCache:
+        model = self._runner.model
+        if self._runner.takes_cache and not model.config.is_encoder_decoder and any(map(own_code, model.modules())):
+            return driven(DynamicCache(config=model.config))  # which hooks may shorten
         if self._runner.takes_cache:
             with suppress(UnsupportedLayerError):
-                return build("dynamic", self._runner.model.config)
+                return build("dynamic", model.config)
         return NoCache()
 
     def _padding(self) -> torch.Tensor:
