@@ -78,7 +78,8 @@ class ModelFacts:
     def __init__(self, runner: trials.Runs):
         self._runner, self._model, self._ranks = runner, runner.model, runner.ranks
         self._answers = _answers.setdefault(runner.model, _Answers())
-        self.renew(model_version(runner.model))
+        with turn_of(runner.model):
+            self.renew(model_version(runner.model))
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
         self.starts_again = rope_frequencies.starts_again(runner.model)

@@ -6,6 +6,7 @@ was not read, or read in another place, is not. Where history itself hardly show
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -258,19 +259,25 @@ def announced_windows(config: PreTrainedConfig) -> set[int | None]:
 @contextmanager
 def small_windows(model: PreTrainedModel) -> Iterator[None]:
     """Makes the windows that caches have so small that the text of a trial is longer, of the model and new caches."""
-    config, announced = model.config.get_text_config(decoder=True), announced_windows(model.config)
-    windows = {name: size for name, size in windows_of(config).items() if size in announced}
-    holders = [config, *(module for module in model.modules() if windows)]
-    changed = [
-        (holder, name, size) for holder in holders for name, size in windows.items() if vars(holder).get(name) == size
-    ]
-    for holder, name, _ in changed:
-        setattr(holder, name, _CUT)
+    announced, copies = announced_windows(model.config), dict[int, Any]()
+    windows = {name: size for name, size in windows_of(model.config).items() if size in announced}
+    small = copy.deepcopy(model.config, copies).get_text_config(decoder=True)  # other models may have the same one
+    for name in windows.keys() & vars(small).keys():
+        setattr(small, name, _CUT)
+    changed = []
+    for module in model.modules() if windows else ():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                changed.append((module, name, value, copies[id(value)]))
+            elif name in windows and value == windows[name]:
+                changed.append((module, name, value, _CUT))
+    for module, name, _, other in changed:
+        setattr(module, name, other)
     try:
         yield
     finally:
-        for holder, name, size in changed:
-            setattr(holder, name, size)
+        for module, name, value, _ in changed:
+            setattr(module, name, value)
 
 
 def keeps_tensors(model: nn.Module) -> bool:
