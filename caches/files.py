@@ -76,7 +76,7 @@ class CacheFile:
         Those of the backend.
     model : dict
         What tells the model from others: its class, data type, rotation, adapters, digests of its weights, of the
-        buffers that are not saved, of the settings and the code of its modules, and of what its layers keep.
+        buffers that are not saved, of the classes and settings of its modules, and of what its layers keep.
     rows, total_tokens : int
         Rows, and tokens per row.
     layers : int

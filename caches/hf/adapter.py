@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -77,8 +76,6 @@ class HFCacheAdapter:
         kept = list(self._tensors())
         # Tensors of inference mode do not count how often they were written. Codes, which HQQ makes in it, never are.
         uncoded = [tensor for layer in self._layers if not isinstance(layer, _QUANTIZED) for tensor in _tensors(layer)]
-        if log is not None and log.read_by is not None and self._evicted:  # by a hook, which may be gone by now
-            log = replace(log, read_by=log.read_by.without_code)
         if log is not None and not any(tensor.is_inference() for tensor in uncoded):
             _logs[self._cache] = log, self._read, self._evicted, [(ref(tensor), _version(tensor)) for tensor in kept]
 

@@ -18,7 +18,6 @@ from caches.spec.model_version import (
     first_elements,
     model_version,
     modules_in_use,
-    own_code,
     plain_parts,
     settings_of,
     tables_of,
@@ -26,7 +25,7 @@ from caches.spec.model_version import (
 from caches.torch_api import parts_of
 
 _SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
-_DIGESTS = ("weights", "buffers", "settings", "code", "layers")
+_DIGESTS = ("weights", "buffers", "settings", "classes", "layers")
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ModelVersion, dict[str, str]]] = WeakKeyDictionary()
 
@@ -49,7 +48,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     version, (before, found) = model_version(inner), _latest.get(inner, (None, {}))
     if before != version:
         config = inner.config.get_text_config(decoder=True)
-        parts = _weights(inner), _tables(inner), _settings(inner), _code(inner), _layers(version)
+        parts = _weights(inner), _tables(inner), _settings(inner), _classes(inner), _layers(version)
         found = {
             "model": type(inner).__name__,
             "dtype": str(inner.dtype).removeprefix("torch."),
@@ -105,10 +104,8 @@ def _settings(model: nn.Module) -> Iterator[bytes]:
         yield from (f"{name}.{own} {value!r}\n".encode() for own, value in sorted(settings_of(module).items()))
 
 
-def _code(model: nn.Module) -> Iterator[bytes]:
-    for name, module in _in_use(model):
-        named = (getattr(one, "__qualname__", type(one).__qualname__) for one in own_code(module).values())
-        yield f"{name} {type(module).__qualname__} {', '.join(named)}\n".encode()
+def _classes(model: nn.Module) -> Iterator[bytes]:
+    yield from (f"{name} {type(module).__qualname__}\n".encode() for name, module in _in_use(model))
 
 
 def _layers(version: ModelVersion) -> Iterator[bytes]:

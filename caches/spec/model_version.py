@@ -16,8 +16,7 @@ from torch import nn
 from caches.errors import UnsupportedLayerError
 from caches.spec.accelerate_hooks import swaps_weights
 from caches.spec.layer_spec import LayerSpec, read_specs
-from caches.torch_api import DisableTorchFunctionSubclass, hooks_of, parts_of, write_count
-from caches.transformers_api import accelerate_hook
+from caches.torch_api import DisableTorchFunctionSubclass, parts_of, write_count
 
 _SAMPLE = 16  # elements of a tensor that are read
 _TABLE = 64  # first elements of a buffer that is not saved: models make longer ones of it while they compute
@@ -35,9 +34,7 @@ class ModelVersion:
     adapters: see `active_adapters`. weights: parameters and saved buffers: where each is in memory, how often it was
     written in place, and 16 of its elements, evenly spread. buffers: the first 64 elements of each that is not saved.
     settings: the numbers (int, float, bool) among the public attributes of modules; of dropout, while it is active.
-    code: the classes of modules, forwards that an object has of its own, and hooks around forwards, except those of
-    transformers and accelerate; None where these are not to count. layers: what the configuration says of them; None
-    where it says too little.
+    classes: those of modules. layers: what the configuration says of them; None where it says too little.
 
     Not noticed: what is written through `parameter.data` or numpy and leaves these elements as they were, tensors that
     are plain attributes, and weights that accelerate keeps elsewhere. Adapters that are not active do not count, nor
@@ -48,19 +45,18 @@ class ModelVersion:
     weights: int
     buffers: int
     settings: tuple[float, ...]
-    code: int | None
+    classes: int
     layers: tuple[LayerSpec, ...] | None
 
     def difference(self, later: ModelVersion) -> str | None:
         """What has changed until `later`; None if nothing has."""
         if self.adapters != later.adapters:
             return f"the active adapters changed from {self.adapters} to {later.adapters}"
-        codes = {self.code, later.code}
         changed = {
             "weights were written or replaced": self.weights != later.weights,
             "buffers that are not saved were written (such as the frequencies of RoPE)": self.buffers != later.buffers,
             "settings of modules were changed (numbers such as an epsilon)": self.settings != later.settings,
-            "hooks were added or removed, or modules compute something else": None not in codes and len(codes) > 1,
+            "modules were replaced by others (such as an activation)": self.classes != later.classes,
             "the configuration says something else of the layers (such as a window)": self.layers != later.layers,
         }
         return " and ".join(text for text, is_so in changed.items() if is_so) or None
@@ -75,11 +71,8 @@ def model_version(model: nn.Module) -> ModelVersion:
     weights: list[torch.Tensor | None] = []
     tables: list[torch.Tensor] = []
     settings: list[float] = []
-    code: list[Any] = []
     for module in modules:
         _, parameters, buffers, unsaved = parts_of(module)
-        code.append(type(module))
-        code += own_code(module)
         settings += settings_of(module).values()
         if (parameters or buffers) and not swaps_weights(module):
             weights += parameters.values()
@@ -94,7 +87,7 @@ def model_version(model: nn.Module) -> ModelVersion:
         hash((tuple(places), _content(map(_spread, parts)))),
         hash(_content(first_elements(part) for table in tables for part in plain_parts(table))),
         tuple(settings),
-        hash(tuple(code)),
+        hash(tuple(map(type, modules))),
         _layers_of(model),
     )
     latest = _latest.get(model)
@@ -150,20 +143,6 @@ def settings_of(module: nn.Module) -> dict[str, float]:
 def _is_of_dropout(module: nn.Module, name: str) -> bool:
     """Whether a number matters in training mode alone."""
     return "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
-
-
-def own_code(module: nn.Module) -> dict[int, Any]:
-    """What a module computes besides what its class says, by numbers that tell one from another."""
-    own = vars(module).get("forward")
-    found = {} if own is None or accelerate_hook(module) is not None else {id(own): own}
-    for hooks in hooks_of(module):
-        found |= {number: hook for number, hook in hooks.items() if not _changes_nothing(hook)}
-    return found
-
-
-def _changes_nothing(hook: Any) -> bool:
-    """transformers records outputs in hooks that stay, and accelerate moves tensors."""
-    return str(getattr(hook, "__module__", "")).startswith(("transformers.", "accelerate."))
 
 
 def _layers_of(model: nn.Module) -> tuple[LayerSpec, ...] | None:

@@ -58,11 +58,6 @@ class ReadBy:
         assert later.version is not None
         return self.version.difference(later.version)
 
-    @property
-    def without_code(self) -> ReadBy:
-        """The same, for a model whose hooks may come and go."""
-        return self if self.version is None else replace(self, version=replace(self.version, code=None))
-
     def until(self, end: ReadBy) -> ReadBy:
         """Of tokens that this model has read from this moment to `end`."""
         change = self._change(end)

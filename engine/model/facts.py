@@ -50,14 +50,16 @@ _WHYS = {
 
 @dataclass
 class _Answers:
-    """About one model. later: answers that may change, and for how many calls they stand. version: see `renew`.
+    """About one model. later: answers that may change, and for how many calls they stand. alone: the names of those
+    that are about this model alone. state: its version and its own code, when it was last looked at.
 
     cache, total_tokens: what the model was fed last.
     """
 
     whys: dict[str, str | None] = field(default_factory=dict)
     later: dict[str, tuple[str, int]] = field(default_factory=dict)
-    version: ModelVersion | None = None
+    alone: set[str] = field(default_factory=set)
+    state: tuple[ModelVersion, set[int]] | None = None
     cache: weakref.ref[Any] | None = None
     total_tokens: int = 0
 
@@ -133,12 +135,15 @@ class ModelFacts:
 
     def renew(self, now: ModelVersion) -> None:
         """Forget what may not be so any more of the model as it is now."""
-        before, self._answers.version = self._answers.version, now
-        if before is None or before == now:
+        answers = self._answers
+        before, answers.state = answers.state, (now, trials.own_code(self._model))
+        if before is None or before == answers.state or self._ranks.size > 1:  # other ranks would try nothing
             return
-        self._answers.later.clear()
-        if (before.code, before.layers) != (now.code, now.layers):
-            self._answers.whys.clear()
+        answers.later.clear()
+        is_other = (before[0].classes, before[0].layers) != (now.classes, now.layers)
+        for name in list(answers.whys) if is_other else answers.alone:
+            answers.whys.pop(name, None)
+        answers.alone.clear()
 
     # What was fed last.
 
@@ -177,7 +182,9 @@ class ModelFacts:
                 why, is_final = self._try(name, trial)
                 if is_final:
                     answers.whys[name] = why or None
-                    if file is not None:
+                    if file is None:
+                        answers.alone.add(name)
+                    else:
                         with suppress(OSError):  # then the answer is for this model alone
                             write_atomically(file, json.dumps(stored | {name: why or None}, indent=1).encode())
                     return why or None

@@ -23,7 +23,8 @@ from transformers.utils import ModelOutput
 from caches import EngineCache, NoCache, UnsupportedLayerError, build, driven, read_specs
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.model_version import own_code
+from caches.torch_api import hooks_of
+from caches.transformers_api import accelerate_hook
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
@@ -199,7 +200,7 @@ class Text:
 
     def _new_cache(self) -> EngineCache:
         model = self._runner.model
-        if self._runner.takes_cache and not model.config.is_encoder_decoder and any(map(own_code, model.modules())):
+        if self._runner.takes_cache and not model.config.is_encoder_decoder and own_code(model):
             return driven(DynamicCache(config=model.config))  # which hooks may shorten
         if self._runner.takes_cache:
             with suppress(UnsupportedLayerError):
@@ -278,6 +279,17 @@ def small_windows(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, name, value, _ in changed:
             setattr(module, name, value)
+
+
+def own_code(model: nn.Module) -> set[int]:
+    """What modules compute besides what their classes say: hooks, except those of transformers and accelerate, which
+    record outputs and move tensors, and forwards that objects have of their own. As numbers that tell one from another.
+    """
+    hooks = {number: hook for module in model.modules() for found in hooks_of(module) for number, hook in found.items()}
+    theirs = ("transformers.", "accelerate.")
+    found = {number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(theirs)}
+    own = (vars(module).get("forward") for module in model.modules() if accelerate_hook(module) is None)
+    return found | {id(forward) for forward in own if forward is not None}
 
 
 def keeps_tensors(model: nn.Module) -> bool:

@@ -144,27 +144,6 @@ def test_a_chat_reads_again(shipped, tmp_path):
     assert resumed.send("y").stats.cached_tokens > 0
 
 
-def steer(module, args, output):
-    return output * 2
-
-
-def test_hooks_of_other_turns(shipped):
-    """A hook that steers a model, in some turns of a conversation alone."""
-    layer, chat, prompt = shipped.model.model.layers[1].mlp, shipped.chat(max_new_tokens=NEW), "import os"
-    out, prefix = shipped.generate(prompt, max_new_tokens=NEW), shipped.prefill(prompt)
-    chat.send(prompt)
-    handle = layer.register_forward_hook(steer)
-    with pytest.raises(engine.InputError, match="since it was filled, hooks were added or removed"):
-        go_on(shipped.model, out)
-    with pytest.raises(engine.InputError, match="since it was filled, hooks were added or removed"):
-        prefix.generate(" as", max_new_tokens=NEW)
-    assert chat.send("x = 1").stats.cached_tokens == 0
-    handle.remove()
-    assert go_on(shipped.model, out).stats.prompt_tokens == 1
-    assert chat.send("x = 2").stats.cached_tokens == 0
-    assert chat.send("x = 3").stats.cached_tokens > 0
-
-
 def test_windows_of_other_turns():
     model = randomised(*ARCHITECTURES["mistral"])
     tokenizer = AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)

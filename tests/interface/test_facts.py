@@ -253,7 +253,6 @@ def both_directions(module, args, output):
 
 def test_what_was_tried_with_a_hook_is_not_so_without(llama):
     generator = engine.Generator(llama)
-    assert generator.facts.why_not_cut is None
     hook = llama.model.layers[0].mlp.register_forward_hook(both_directions)
     with pytest.raises(engine.OptionError, match="with the tokens behind it in mind"):
         generator.prefill(ids_of(9, 0))
