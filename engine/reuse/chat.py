@@ -92,6 +92,10 @@ class Chat:
         tokens = 0 if self.cache is None else self.cache.total_tokens
         return f"Chat({len(self.messages)} messages, {tokens} tokens in the cache)"
 
+    def __reduce__(self) -> Any:
+        """Raises `TypeError`: copies and pickles would take the model with them, or share the live cache."""
+        raise TypeError("a chat has a model and a live cache: fork() makes a second one, save(path) keeps it in a file")
+
     # Turns.
 
     def send(self, message: str | Message, **parameters: Any) -> Generation:

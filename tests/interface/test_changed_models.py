@@ -160,6 +160,14 @@ def test_windows_of_other_turns():
     assert out.tokens == engine.generate(model, out.sequences[:, :-NEW], max_new_tokens=NEW).tokens
 
 
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_copies_of_handles_say_how(shipped, copied):
+    with pytest.raises(TypeError, match=r"fork\(\) makes a second one, save\(path\) keeps it"):
+        copied(shipped.chat())
+    with pytest.raises(TypeError, match=r"save\(path\) keeps it"):
+        copied(shipped.prefill("import os"))
+
+
 def test_files_are_of_buffers_and_settings_too(tmp_path):
     model = llama()
     out = engine.generate(model, IDS, max_new_tokens=NEW)
