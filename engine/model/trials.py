@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from caches import EngineCache, NoCache, UnsupportedLayerError, build, driven, read_specs
+from caches import EngineCache, HFCacheAdapter, NoCache, UnsupportedLayerError, build, read_specs
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import hooks_of
@@ -201,7 +201,7 @@ class Text:
     def _new_cache(self) -> EngineCache:
         model = self._runner.model
         if self._runner.takes_cache and not model.config.is_encoder_decoder and own_code(model):
-            return driven(DynamicCache(config=model.config))  # which hooks may shorten
+            return HFCacheAdapter(DynamicCache(config=model.config))  # which hooks may shorten
         if self._runner.takes_cache:
             with suppress(UnsupportedLayerError):
                 return build("dynamic", model.config)
