@@ -39,7 +39,7 @@ from caches.spec.read_by import ReadBy
 from caches.torch_api import storage_key
 from configs import ConfigError, EncoderDecoderCacheConfig
 
-_VERSION = 2
+_VERSION = 3
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
 _OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
@@ -76,7 +76,7 @@ class CacheFile:
         Those of the backend.
     model : dict
         What tells the model from others: its class, data type, rotation, adapters, digests of its weights, of the
-        buffers that are not saved and of the settings of its modules.
+        buffers that are not saved, of the classes and settings of its modules, and of what its layers keep.
     rows, total_tokens : int
         Rows, and tokens per row.
     layers : int

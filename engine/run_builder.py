@@ -36,6 +36,7 @@ from engine.model.columns import Columns
 from engine.model.compiled_step import makes_graphs
 from engine.model.loading import load
 from engine.model.model_inputs import ModelInputs
+from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.model.model_sizes import vocabulary_of
 from engine.out_of_memory import Exhausted, in_words, without_frames
@@ -155,7 +156,9 @@ class RunBuilder:
         taken: list[Fallback] = []
         recovery, draft_recovery = (Recovery(fallbacks, taken, self._clear_store, make_room) for _ in range(2))
         budget = Budget(config.max_cache_bytes, config.over_budget, taken)
-        draft, now = self._draft_of(call.assistant_model), ReadBy.of(runner.model)
+        draft, now = self._draft_of(call.assistant_model), reader_now(runner.model)
+        if now.version is not None:
+            runner.facts.renew(now.version)
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
         read.append(request)

@@ -25,7 +25,7 @@ from caches.spec.model_version import (
 from caches.torch_api import parts_of
 
 _SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
-_DIGESTS = ("weights", "buffers", "settings")
+_DIGESTS = ("weights", "buffers", "settings", "classes", "layers")
 
 _latest: WeakKeyDictionary[nn.Module, tuple[ModelVersion, dict[str, str]]] = WeakKeyDictionary()
 
@@ -48,7 +48,7 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     version, (before, found) = model_version(inner), _latest.get(inner, (None, {}))
     if before != version:
         config = inner.config.get_text_config(decoder=True)
-        parts = _weights(inner), _tables(inner), _settings(inner)
+        parts = _weights(inner), _tables(inner), _settings(inner), _classes(inner), _layers(version)
         found = {
             "model": type(inner).__name__,
             "dtype": str(inner.dtype).removeprefix("torch."),
@@ -102,6 +102,15 @@ def _tables(model: nn.Module) -> Iterator[bytes]:
 def _settings(model: nn.Module) -> Iterator[bytes]:
     for name, module in _in_use(model):
         yield from (f"{name}.{own} {value!r}\n".encode() for own, value in sorted(settings_of(module).items()))
+
+
+def _classes(model: nn.Module) -> Iterator[bytes]:
+    yield from (f"{name} {type(module).__qualname__}\n".encode() for name, module in _in_use(model))
+
+
+def _layers(version: ModelVersion) -> Iterator[bytes]:
+    for one in version.layers or ():
+        yield f"{one.layer_type} {sorted(one.components)} {one.attention_span}\n".encode()
 
 
 def _in_use(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

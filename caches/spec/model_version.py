@@ -13,7 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from caches.errors import UnsupportedLayerError
 from caches.spec.accelerate_hooks import swaps_weights
+from caches.spec.layer_spec import LayerSpec, read_specs
 from caches.torch_api import DisableTorchFunctionSubclass, parts_of, write_count
 
 _SAMPLE = 16  # elements of a tensor that are read
@@ -31,7 +33,8 @@ class ModelVersion:
 
     adapters: see `active_adapters`. weights: parameters and saved buffers: where each is in memory, how often it was
     written in place, and 16 of its elements, evenly spread. buffers: the first 64 elements of each that is not saved.
-    settings: the numbers (int, float, bool) among the public attributes of modules.
+    settings: the numbers (int, float, bool) among the public attributes of modules; of dropout, while it is active.
+    classes: those of modules. layers: what the configuration says of them; None where it says too little.
 
     Not noticed: what is written through `parameter.data` or numpy and leaves these elements as they were, tensors that
     are plain attributes, and weights that accelerate keeps elsewhere. Adapters that are not active do not count, nor
@@ -42,6 +45,8 @@ class ModelVersion:
     weights: int
     buffers: int
     settings: tuple[float, ...]
+    classes: int
+    layers: tuple[LayerSpec, ...] | None
 
     def difference(self, later: ModelVersion) -> str | None:
         """What has changed until `later`; None if nothing has."""
@@ -51,6 +56,8 @@ class ModelVersion:
             "weights were written or replaced": self.weights != later.weights,
             "buffers that are not saved were written (such as the frequencies of RoPE)": self.buffers != later.buffers,
             "settings of modules were changed (numbers such as an epsilon)": self.settings != later.settings,
+            "modules were replaced by others (such as an activation)": self.classes != later.classes,
+            "the configuration says something else of the layers (such as a window)": self.layers != later.layers,
         }
         return " and ".join(text for text, is_so in changed.items() if is_so) or None
 
@@ -80,6 +87,8 @@ def model_version(model: nn.Module) -> ModelVersion:
         hash((tuple(places), _content(map(_spread, parts)))),
         hash(_content(first_elements(part) for table in tables for part in plain_parts(table))),
         tuple(settings),
+        hash(tuple(map(type, modules))),
+        _layers_of(model),
     )
     latest = _latest.get(model)
     if latest == version:  # one object for all caches
@@ -116,14 +125,31 @@ def settings_of(module: nn.Module) -> dict[str, float]:
     attributes = vars(module)
     begin = len(_MODULE) if next(iter(attributes)) == _MODULE[0] else 0  # some are set before `nn.Module.__init__`
     found = {
-        name: value
+        name: 0.0 if not module.training and _is_of_dropout(module, name) else value
         for name, value in islice(attributes.items(), begin, None)
         if type(value) in _SETTING_TYPES and name not in _NO_SETTINGS and name[0] != "_"
     }
+    scales = attributes.get("scaling")
+    if type(scales) is dict and not getattr(module, "disable_adapters", False):  # of PEFT: one for each adapter
+        found |= {
+            f"{name}.scaling": scale for name, scale in scales.items() if name in cast(Any, module).active_adapters
+        }
     if found and "rope_type" in attributes:
         counts = _counted(module)
         return {name: value for name, value in found.items() if counts(name)}
     return found
+
+
+def _is_of_dropout(module: nn.Module, name: str) -> bool:
+    """Whether a number matters in training mode alone."""
+    return "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
+
+
+def _layers_of(model: nn.Module) -> tuple[LayerSpec, ...] | None:
+    try:
+        return read_specs(cast(Any, model).config)
+    except UnsupportedLayerError:  # no cache of ours can be built
+        return None
 
 
 def _counted(module: nn.Module) -> Callable[[str], bool]:

@@ -16,7 +16,6 @@ from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
 from caches.out_of_memory import has_memory_for, is_of_onednn, is_out_of_memory
 from caches.protocol import KeepsPast, capabilities
-from caches.spec.read_by import ReadBy
 from caches.torch_api import always_writable
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
@@ -27,6 +26,7 @@ from engine.decoding.session_options import SessionOptions
 from engine.errors import EngineError, InputError
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
+from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.model.ranks import PeerError, PeerOutOfMemory
 from engine.out_of_memory import without_frames
@@ -486,7 +486,7 @@ class ModelSession:
             log.copied(),  # the ids are the result's, whose owner may write into them
             positions=self.executor.columns.own_positions(self._prefix.columns + log.ids.shape[1]),
             source=source_of(self.executor.inputs.model_kwargs),
-            read_by=None if begin is None else begin.until(ReadBy.of(self.executor.model)),
+            read_by=None if begin is None else begin.until(reader_now(self.executor.model)),
         )
 
     def discard_cache(self) -> None:

@@ -14,6 +14,7 @@ from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, neares
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
 from engine.model.compiled_step import makes_graphs
+from engine.model.model_lock import turn_of
 from engine.planning.cache_size import empty_cache
 from engine.planning.plan import choose_cache
 from engine.request.call import Call
@@ -71,7 +72,8 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
             f"names: {', '.join([*caches.names(), AUTO])}"
         )
     live = caches.driven(chosen)
-    live.check_fits(model.config)
+    with turn_of(model):
+        live.check_fits(model.config)
     return CacheChoice(live, None, None)
 
 
@@ -125,7 +127,8 @@ def new_cache(
     run_shape, compiled = request.run_shape, makes_graphs(config.compile)
 
     def build(config: CacheConfig) -> EngineCache:
-        return caches.build(config.name, model.config, config)
+        with turn_of(model):  # a trial changes the windows of the configuration while it lasts
+            return caches.build(config.name, model.config, config)
 
     if chosen == AUTO and not request.is_encoded:
         return empty_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)

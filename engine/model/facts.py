@@ -22,6 +22,7 @@ from caches import EngineCache
 from caches.machine import cache_folder, write_atomically
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
+from caches.spec.model_version import ModelVersion, model_version
 from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
@@ -49,13 +50,16 @@ _WHYS = {
 
 @dataclass
 class _Answers:
-    """About one model. later: answers that may change, and for how many calls they stand.
+    """About one model. later: answers that may change, and for how many calls they stand. alone: the names of those
+    that are about this model alone. state: its version and its own code, when it was last looked at.
 
     cache, total_tokens: what the model was fed last.
     """
 
     whys: dict[str, str | None] = field(default_factory=dict)
     later: dict[str, tuple[str, int]] = field(default_factory=dict)
+    alone: set[str] = field(default_factory=set)
+    state: tuple[ModelVersion, set[int]] | None = None
     cache: weakref.ref[Any] | None = None
     total_tokens: int = 0
 
@@ -76,6 +80,8 @@ class ModelFacts:
     def __init__(self, runner: trials.Runs):
         self._runner, self._model, self._ranks = runner, runner.model, runner.ranks
         self._answers = _answers.setdefault(runner.model, _Answers())
+        with turn_of(runner.model):
+            self.renew(model_version(runner.model))
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
         self.starts_again = rope_frequencies.starts_again(runner.model)
@@ -127,6 +133,18 @@ class ModelFacts:
             return "pad tokens take places in windows"
         return self._why("padding between", _padding_between)
 
+    def renew(self, now: ModelVersion) -> None:
+        """Forget what may not be so any more of the model as it is now."""
+        answers = self._answers
+        before, answers.state = answers.state, (now, trials.own_code(self._model))
+        if before is None or before == answers.state or self._ranks.size > 1:  # other ranks would try nothing
+            return
+        answers.later.clear()
+        is_other = (before[0].classes, before[0].layers) != (now.classes, now.layers)
+        for name in list(answers.whys) if is_other else answers.alone:
+            answers.whys.pop(name, None)
+        answers.alone.clear()
+
     # What was fed last.
 
     def is_as_left(self, cache: EngineCache, total_tokens: int) -> bool:
@@ -164,7 +182,9 @@ class ModelFacts:
                 why, is_final = self._try(name, trial)
                 if is_final:
                     answers.whys[name] = why or None
-                    if file is not None:
+                    if file is None:
+                        answers.alone.add(name)
+                    else:
                         with suppress(OSError):  # then the answer is for this model alone
                             write_atomically(file, json.dumps(stored | {name: why or None}, indent=1).encode())
                     return why or None

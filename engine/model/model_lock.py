@@ -6,6 +6,8 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from caches.spec.read_by import ReadBy
+
 _turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _guard = threading.Lock()
 
@@ -20,3 +22,9 @@ def turn_of(model: Any) -> Any:
         if model not in _turns:
             _turns[model] = threading.RLock()
         return _turns[model]
+
+
+def reader_now(model: Any) -> ReadBy:
+    """The model as it is now, in its turn: a trial of another thread changes its windows while it lasts."""
+    with turn_of(model):
+        return ReadBy.of(model)

@@ -6,6 +6,7 @@ was not read, or read in another place, is not. Where history itself hardly show
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,13 +16,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
-from caches import EngineCache, NoCache, UnsupportedLayerError, build, read_specs
+from caches import EngineCache, HFCacheAdapter, NoCache, UnsupportedLayerError, build, read_specs
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
+from caches.torch_api import hooks_of
+from caches.transformers_api import accelerate_hook
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
@@ -196,9 +199,12 @@ class Text:
         return logits[0] if len(ids) == 1 else logits[:, -1]
 
     def _new_cache(self) -> EngineCache:
+        model = self._runner.model
+        if self._runner.takes_cache and not model.config.is_encoder_decoder and own_code(model):
+            return HFCacheAdapter(DynamicCache(config=model.config))  # which hooks may shorten
         if self._runner.takes_cache:
             with suppress(UnsupportedLayerError):
-                return build("dynamic", self._runner.model.config)
+                return build("dynamic", model.config)
         return NoCache()
 
     def _padding(self) -> torch.Tensor:
@@ -254,19 +260,36 @@ def announced_windows(config: PreTrainedConfig) -> set[int | None]:
 @contextmanager
 def small_windows(model: PreTrainedModel) -> Iterator[None]:
     """Makes the windows that caches have so small that the text of a trial is longer, of the model and new caches."""
-    config, announced = model.config.get_text_config(decoder=True), announced_windows(model.config)
-    windows = {name: size for name, size in windows_of(config).items() if size in announced}
-    holders = [config, *(module for module in model.modules() if windows)]
-    changed = [
-        (holder, name, size) for holder in holders for name, size in windows.items() if vars(holder).get(name) == size
-    ]
-    for holder, name, _ in changed:
-        setattr(holder, name, _CUT)
+    announced, copies = announced_windows(model.config), dict[int, Any]()
+    windows = {name: size for name, size in windows_of(model.config).items() if size in announced}
+    small = copy.deepcopy(model.config, copies).get_text_config(decoder=True)  # other models may have the same one
+    for name in windows.keys() & vars(small).keys():
+        setattr(small, name, _CUT)
+    changed = []
+    for module in model.modules() if windows else ():
+        for name, value in vars(module).items():
+            if isinstance(value, PreTrainedConfig) and id(value) in copies:
+                changed.append((module, name, value, copies[id(value)]))
+            elif name in windows and value == windows[name]:
+                changed.append((module, name, value, _CUT))
+    for module, name, _, other in changed:
+        setattr(module, name, other)
     try:
         yield
     finally:
-        for holder, name, size in changed:
-            setattr(holder, name, size)
+        for module, name, value, _ in changed:
+            setattr(module, name, value)
+
+
+def own_code(model: nn.Module) -> set[int]:
+    """What modules compute besides what their classes say: hooks, except those of transformers and accelerate, which
+    record outputs and move tensors, and forwards that objects have of their own. As numbers that tell one from another.
+    """
+    hooks = {number: hook for module in model.modules() for found in hooks_of(module) for number, hook in found.items()}
+    theirs = ("transformers.", "accelerate.")
+    found = {number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(theirs)}
+    own = (vars(module).get("forward") for module in model.modules() if accelerate_hook(module) is None)
+    return found | {id(forward) for forward in own if forward is not None}
 
 
 def keeps_tensors(model: nn.Module) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import EngineCache, StepError, branch, convert, inspect, load, recipe
+from caches import EngineCache, StepError, UnsupportedLayerError, branch, convert, inspect, load, recipe
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.read_by import ReadBy
 from caches.transfer.convert import can_migrate
@@ -21,6 +21,7 @@ from configs import CacheConfig
 from engine.chats import OPTIONS, TemplateOptions
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
+from engine.model.model_lock import reader_now, turn_of
 from engine.output.hf_streamers import ending
 from engine.prompt import EncodedPrompt
 from engine.result import Generation, StreamChunk
@@ -90,6 +91,10 @@ class Chat:
     def __repr__(self) -> str:
         tokens = 0 if self.cache is None else self.cache.total_tokens
         return f"Chat({len(self.messages)} messages, {tokens} tokens in the cache)"
+
+    def __reduce__(self) -> Any:
+        """Raises `TypeError`: copies and pickles would take the model with them, or share the live cache."""
+        raise TypeError("a chat has a model and a live cache: fork() makes a second one, save(path) keeps it in a file")
 
     # Turns.
 
@@ -254,6 +259,12 @@ class Chat:
 
     def _go_back_to(self, ids: torch.Tensor) -> None:
         """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
+        try:
+            if self.cache is not None and self.cache.total_tokens > 0:
+                with turn_of(self._generator.model):
+                    self.cache.check_fits(self._generator.model.config)
+        except UnsupportedLayerError:  # the model has other layers by now
+            self.cache, self._branches = None, []
         if self.cache is None:
             return
         facts = self._generator.facts
@@ -261,7 +272,7 @@ class Chat:
             self._branches = []
             self.cache.reset()
             return
-        now = ReadBy.of(self._generator.model)
+        now = reader_now(self._generator.model)
         common, plain = self._common(self.cache, ids, now), facts.plain_tokens
         if common < self.cache.total_tokens:
             if plain is not None and self.cache.total_tokens > plain and not (facts.starts_again and common > plain):
@@ -345,7 +356,7 @@ class Chat:
             segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
             notes = {"messages": list(self.messages), "segments": segments, "begun": self._conversation.begun}
             model, log = self._generator.model, self.cache.log
-            is_right = log is not None and log.why_other(ReadBy.of(model)) is None
+            is_right = log is not None and log.why_other(reader_now(model)) is None
             (self.cache if is_right else self.cache.empty_like()).save(path, model, notes=notes)
 
     def resume(self, path: str | Path) -> None:

@@ -49,6 +49,12 @@ class Prefix:
     def __repr__(self) -> str:
         return f"Prefix({self.ids.shape[1]} tokens, cache={self.cache.name!r})"
 
+    def __reduce__(self) -> Any:
+        """Raises `TypeError`: copies and pickles would take the model with them."""
+        raise TypeError(
+            "a prefix has a model, and never changes: use it as often as you like; save(path) keeps it in a file"
+        )
+
     def generate(self, inputs: Any, **parameters: Any) -> Generation:
         """Continue the prefix and `inputs`: a text, several, or token ids [rows, tokens] or lists of them.
 

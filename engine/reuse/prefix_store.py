@@ -27,6 +27,7 @@ from caches.spec.read_by import ReadBy
 from caches.torch_api import storage_key
 from caches.transfer.convert import can_migrate
 from engine.decoding.pauses import Pause
+from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.request.request import Request
 from engine.reuse.prefix_files import PrefixFiles, StoredFile, name_of
@@ -101,7 +102,7 @@ class PrefixStore:
         self.failures, self._causes = 0, set[tuple[str, int | None]]()  # the second: those that were logged
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
-        self._begin(ReadBy.of(model))
+        self._begin(reader_now(model))
 
     def _begin(self, now: ReadBy) -> None:
         self._kinds: dict[str, TokenIndex[StoredCache]] = {}

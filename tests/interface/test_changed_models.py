@@ -144,6 +144,30 @@ def test_a_chat_reads_again(shipped, tmp_path):
     assert resumed.send("y").stats.cached_tokens > 0
 
 
+def test_windows_of_other_turns():
+    model = randomised(*ARCHITECTURES["mistral"])
+    tokenizer = AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
+    model.resize_token_embeddings(len(tokenizer))
+    generator = engine.Generator(model, tokenizer, engine.EngineConfig(prefix_store_bytes=10**7))
+    chat, long = generator.chat(max_new_tokens=NEW), torch.arange(60)[None] % 90 + 2
+    chat.send("import os")
+    first = generator.generate(long, max_new_tokens=NEW).sequences
+    model.config.sliding_window = 3
+    ids = torch.cat([first, long[:, :2]], dim=1)
+    assert generator.generate(ids, max_new_tokens=NEW).tokens == engine.generate(model, ids, max_new_tokens=NEW).tokens
+    out = chat.send("x = 1")
+    assert out.stats.cached_tokens == 0
+    assert out.tokens == engine.generate(model, out.sequences[:, :-NEW], max_new_tokens=NEW).tokens
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_copies_of_handles_say_how(shipped, copied):
+    with pytest.raises(TypeError, match=r"fork\(\) makes a second one, save\(path\) keeps it"):
+        copied(shipped.chat())
+    with pytest.raises(TypeError, match=r"save\(path\) keeps it"):
+        copied(shipped.prefill("import os"))
+
+
 def test_files_are_of_buffers_and_settings_too(tmp_path):
     model = llama()
     out = engine.generate(model, IDS, max_new_tokens=NEW)

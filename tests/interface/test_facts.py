@@ -246,6 +246,36 @@ def test_logits_that_say_nothing(llama, tmp_path):
     assert not (tmp_path / "facts").exists()
 
 
+def both_directions(module, args, output):
+    """The mean of all tokens that are read at once is added to each."""
+    return output + 3 * output.mean(dim=1, keepdim=True)
+
+
+def test_what_was_tried_with_a_hook_is_not_so_without(llama):
+    generator = engine.Generator(llama)
+    hook = llama.model.layers[0].mlp.register_forward_hook(both_directions)
+    with pytest.raises(engine.OptionError, match="with the tokens behind it in mind"):
+        generator.prefill(ids_of(9, 0))
+    with pytest.raises(engine.OptionError, match="with the tokens behind it in mind"):
+        generator.generate(ids_of(9, 0), prefill_chunk_size=4, max_new_tokens=NEW)
+    hook.remove()
+    assert generator.generate(ids_of(9, 0), prefill_chunk_size=4, max_new_tokens=NEW).tokens
+    assert generator.prefill(ids_of(9, 0)).ids.shape == (1, 9)
+
+
+def test_a_trial_that_failed_is_made_again_when_its_model_has_changed(llama, tmp_path):
+    generator, weights = engine.Generator(llama), [layer.self_attn.o_proj.weight for layer in llama.model.layers]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        torch.nn.init.zeros_(weight)
+    with pytest.raises(engine.OptionError, match="rounding changes logits as much as earlier tokens do"):
+        generator.prefill(ids_of(9, 0))
+    with torch.no_grad():
+        for weight, values in zip(weights, before, strict=True):
+            weight.copy_(values)
+    assert generator.prefill(ids_of(9, 0)).ids.shape == (1, 9)
+
+
 def test_a_plan_says_what_was_tried(monkeypatch, tmp_path):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
     model = randomised(*MORE_ARCHITECTURES["mamba2"])

@@ -9,7 +9,7 @@ import torch
 from architectures import _TINY, prompt, tiny_model
 from leaks import hidden_layer
 from threads import CALLS, cells_of, generators, texts_of_threads
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import engine
 from engine.model import linear_backend
@@ -58,6 +58,8 @@ def test_forwards_do_not_overlap():
         model.model.layers[-1].register_forward_hook(lambda *_: inside.clear() if len(inside) == 1 else None),
     ]
     try:
+        assert engine.Generator(model).facts.why_not_in_cache is None  # a trial, with these hooks
+        most.clear()
         work = [in_thread(lambda: engine.generate(model, prompt(), max_new_tokens=8)) for _ in range(2)]
         for thread, errors in work:
             thread.join(30)
@@ -67,6 +69,32 @@ def test_forwards_do_not_overlap():
             hook.remove()
     assert len(most) == 16
     assert max(most) == 1
+
+
+def test_a_trial_changes_no_text_of_other_threads():
+    """It makes windows smaller while it lasts, of its own model alone, and between the steps of others."""
+    config = MistralConfig(**_TINY | {"sliding_window": 8})
+    models = [randomised_like(config) for _ in range(2)]
+    assert models[0].config is models[1].config is config
+    ids = prompt(rows=1, tokens=30, pads=0)["input_ids"]
+    expected = [engine.generate(model, ids, max_new_tokens=8).tokens for model in models]
+    models[0].model.layers[0].register_forward_hook(lambda *_: time.sleep(0.02))
+    generators, found = [engine.Generator(model) for model in models], []
+    trial, errors = in_thread(lambda: generators[0].facts.why_not_cut)
+    while trial.is_alive() or len(found) < 2:
+        outs = [one.generate(ids, max_new_tokens=8) for one in reversed(generators)]
+        found += [[out.tokens for out in reversed(outs)] == expected, outs[1].cache.log.read_by.mixed == ""]
+    assert not errors
+    assert all(found)
+    assert config.sliding_window == 8
+
+
+def randomised_like(config):
+    model = MistralForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def test_every_product_takes_its_route(monkeypatch):

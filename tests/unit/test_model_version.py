@@ -100,6 +100,15 @@ def scale(model):
     model.model.rotary_emb.attention_scaling = 1.5
 
 
+def activation(model):
+    model.model.layers[1].mlp.act_fn = nn.Tanh()
+
+
+def layer_types(model):
+    model.config.layer_types = ["sliding_attention"] * 4
+    model.config.sliding_window = 3
+
+
 CHANGES = {
     "weights were written or replaced": [
         in_place, one_row_of_the_embeddings, through_data, through_numpy, data_replaced, parameter_replaced,
@@ -107,6 +116,8 @@ CHANGES = {
     ],
     "buffers that are not saved": [frequencies],
     "settings of modules": [epsilon, scale],
+    "modules were replaced": [activation],
+    "the configuration says something else of the layers": [layer_types],
 }  # fmt: skip
 UNSEEN_BY_CONTENT = {parameter_replaced, layer_replaced, loaded, loaded_in_place_of_them}  # all has the same values
 
@@ -147,7 +158,12 @@ def generation_config(model):
     model.config.use_cache = False
 
 
-@pytest.mark.parametrize("change", [nothing, training, backward, generation_config])
+def recorded(model):
+    """transformers leaves its hooks there."""
+    model(torch.tensor([[1, 2, 3]]), output_hidden_states=True, output_attentions=True)
+
+
+@pytest.mark.parametrize("change", [nothing, training, backward, generation_config, recorded])
 def test_what_changes_no_key_is_no_change(change):
     model = llama()
     before, saved = ReadBy.of(model), fingerprint(model)
@@ -155,6 +171,16 @@ def test_what_changes_no_key_is_no_change(change):
     fingerprints._latest.clear()
     assert before == ReadBy.of(model)
     assert fingerprint(model) == saved
+
+
+def test_dropout_counts_while_it_is_active():
+    model = randomised("LlamaConfig", _LLAMA | {"attention_dropout": 0.5})
+    before, saved = ReadBy.of(model), fingerprint(model)
+    model.train()
+    assert "settings of modules" in before.why_other(ReadBy.of(model))
+    assert "settings" in differences(saved, fingerprint(model))
+    model.eval()
+    assert before.why_other(ReadBy.of(model)) is None
 
 
 def lora():
@@ -194,6 +220,19 @@ def test_adapters(change, reason):
     change(wrapper)
     wrapper.eval()
     assert reason in before.why_other(ReadBy.of(wrapper))
+
+
+def test_scales_of_single_layers():
+    wrapper = peft.get_peft_model(llama(), lora()).eval()
+    first, second, third, *_ = [layer.self_attn.q_proj for layer in wrapper.base_model.model.model.layers]
+    first.set_scale("default", 2)
+    second.set_scale("default", 3)
+    before, saved = ReadBy.of(wrapper), fingerprint(wrapper)
+    third.set_scale("default", 2)
+    fourth = ReadBy.of(wrapper)
+    assert "adapters" not in before.why_other(fourth)
+    assert "settings of modules" in before.why_other(fourth)
+    assert "settings" in differences(saved, fingerprint(wrapper))
 
 
 def test_adapters_that_are_not_active_do_not_count():
