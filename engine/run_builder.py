@@ -278,6 +278,9 @@ def _reporting_out_of_memory(request: Request, call: Call, taken: list[Fallback]
 
 def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
     prompts = request.prompt.ids
+    has_form = [False] * len(prompts)
+    if request.grammar is not None:
+        has_form = [constraint is not None for constraint in request.grammar.constraints]
     adapter = adapter_for(
         call.streamer,
         prompts,
@@ -285,11 +288,9 @@ def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
         returned=request.needs.texts_per_prompt,
         pad_id=request.pad_id,
         stop_strings=request.stop_strings,
+        has_form=has_form,
     )
     wants_text = streams or request.stop_strings or request.grammar is not None
-    has_form = [False] * len(prompts)
-    if request.grammar is not None:
-        has_form = [constraint is not None for constraint in request.grammar.constraints]
     tokenizer = call.tokenizer if wants_text else None
     stops = request.stop_strings, request.stops_from
     return StreamBuffer(prompts, tokenizer, stops, adapter, has_form, streams)
