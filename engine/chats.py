@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -80,8 +81,9 @@ def written(tokenizer: Any, messages: Sequence[Message], options: TemplateOption
         text = _written(tokenizer, messages, options)
         if options.continue_final_message and not _text_of(messages[-1].get("content")).strip():
             # Where templates strip texts, the end of an empty one is not found behind the white space before it.
-            begun = _written(tokenizer, messages[:-1], begins)
-            text = begun if begun.startswith(text) else text
+            with suppress(Exception):  # the messages before it may be refused alone
+                begun = _written(tokenizer, messages[:-1], begins)
+                text = begun if begun.startswith(text) else text
         return text
     except (MemoryError, InputError):
         raise

@@ -47,18 +47,19 @@ def adapter_for(
     mask: torch.Tensor,
     returned: int,
     pad_id: int,
-    stop_strings: Sequence[str],
+    stops: tuple[tuple[str, ...], int],
     has_form: list[bool],
 ) -> StreamerAdapter | None:
     """The adapter for `streamer`; None without one. prompts, mask: [rows, columns]. returned: texts per prompt.
-    has_form: for each row whether a constraint gives it a form."""
+    stops, has_form: as of `StreamBuffer`."""
     if streamer is None:
         return None
     if isinstance(streamer, TextStreamer) and getattr(streamer.put, "__func__", None) is TextStreamer.put:
         rows = prompts.tolist()
         if len(rows) > 1:  # a single row shows its pad tokens, as in transformers
             rows = [ids[real].tolist() for ids, real in zip(prompts, mask != 0, strict=True)]
-        return _TextAdapter(streamer, rows, stop_strings, ends_of(prompts, stop_strings), has_form)
+        stop_strings, begin = stops
+        return _TextAdapter(streamer, rows, stop_strings, ends_of(prompts[:, begin:], stop_strings), has_form)
     return _IdsAdapter(streamer, prompts.repeat_interleave(returned, dim=0), len(prompts), pad_id)
 
 
@@ -107,7 +108,8 @@ class _TextAdapter:
     """Streams the first row's text to a `TextStreamer`, then the text of each other row on a line of its own.
 
     It decodes with the streamer's arguments, but not in its `put`, which takes one row and shows parts of stop strings.
-    prompts: the ids of each row's prompt that are shown. ends: see `ends_of`. has_form: see `adapter_for`.
+    prompts: the ids of each row's prompt that are shown. ends: see `ends_of`. has_form: for each row whether a
+    constraint gives it a form.
     """
 
     def __init__(

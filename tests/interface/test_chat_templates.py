@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import randomised
 from chat_templates import KINDS, WITHOUT_SYSTEM, WITHOUT_TOOLS, closing, of_pieces, tokenizer_of
+from transformers import TextStreamer
 
 import engine
 from engine import chats
@@ -232,6 +233,35 @@ def test_a_chat_continues_an_answer(kind, tmp_path):
     assert len(chat.messages) == 4
 
 
+def test_a_begun_answer_stays_begun_when_a_later_message_is_taken_back(tmp_path):
+    gen = generator_of("llama3")
+    chat = gen.chat()
+    chat._conversation = chats_of(chat, [USER])
+    chat.send(BEGUN[1], **said(gen, "llama3", " fine."))
+    chat.send("And now?", **said(gen, "llama3"))
+    chat.save(tmp_path / "talk.safetensors")
+    for again in (chat, chat.fork(), gen.chat(resume=tmp_path / "talk.safetensors")):
+        again.undo()
+        again.retry(**said(gen, "llama3", " here."))
+        assert [one["content"] for one in again.messages] == ["How are you?", "I am here."]
+        again.edit("And you?", **said(gen, "llama3"))
+        again.retry(**said(gen, "llama3", "I was."))
+        assert [one["content"] for one in again.messages] == ["And you?", "I was."]
+
+
+def test_a_stop_string_counts_in_the_answer_alone():
+    """What the template writes before an answer is no part of it."""
+    gen, shown = generator_of("llama3"), []
+
+    class Shows(TextStreamer):
+        def on_finalized_text(self, text, stream_end=False):
+            shown.append(text)
+
+    more = {"stop_strings": "\n\nW", "streamer": Shows(gen.tokenizer, skip_prompt=True, skip_special_tokens=True)}
+    out = gen.chat().send(USER, **said(gen, "llama3", "Well.\n\nWhy"), **more)
+    assert (out.text, out.finish_reasons, "".join(shown)) == (["Well."], ["stop_string"], "Well.")
+
+
 def chats_of(chat, messages):
     return type(chat._conversation)(chat._conversation.tokenizer, tuple(messages))
 
@@ -288,6 +318,8 @@ def test_a_message_without_content_is_not_continued():
 @pytest.mark.parametrize("content", ["", " ", [], [{"type": "text", "text": ""}]])
 def test_an_empty_answer_is_continued_where_one_begins(kind, content):
     tokenizer = tokenizer_of(kind)
+    if kind != "gemma":  # which wants a question first
+        assert written(tokenizer, [{"role": "assistant", "content": content}], TemplateOptions())
     text = written(tokenizer, [USER, {"role": "assistant", "content": content}], TemplateOptions())
     assert text.rstrip(" ") == written(tokenizer, [USER], TemplateOptions())
 
