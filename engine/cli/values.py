@@ -181,7 +181,7 @@ def _lines(path: str, text: str) -> Iterator[Any]:
             continue
         try:
             yield _prompt_of(json.loads(line)) if path.endswith(".jsonl") else line
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OptionError(f"line {number} of {path} is no JSON: {error}") from error
 
 
@@ -235,7 +235,7 @@ def _standard_input() -> str:
 
 def _read(where: str, read: Callable[[], bytes]) -> str:
     try:
-        return read().decode()
+        return read().decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except OSError as error:
         raise OptionError(f"{where} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
