@@ -205,10 +205,10 @@ def _sanitized(
     special, words = _control_tokens(tokenizer)
     messages, more = _mapped((messages, more), lambda text: text.replace(_BREAK, ""))
     plain = render(messages, more)
-    for control in (special | words, special):
-        # Thoughts and calls of tools in an answer are those of the model.
-        own = [_mapped(one, _breaking(special if one.get("role") == "assistant" else control)) for one in messages]
-        own_more = _mapped(more, _breaking(control))
+    in_answers = _breaking(special)  # thoughts and calls of tools in an answer are those of the model
+    for change in (_breaking(special | words) if words - special else in_answers, in_answers):
+        own = [_mapped(one, in_answers if one.get("role") == "assistant" else change) for one in messages]
+        own_more = _mapped(more, change)
         if own == messages and own_more == more:
             return plain
         try:
