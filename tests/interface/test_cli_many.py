@@ -144,6 +144,10 @@ def test_lines_that_are_no_json(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"import"\n{no json\n')
     assert "line 2" in cli(["generate", "--file", str(prompts), "--jsonl", str(tmp_path / "o")]).stderr
+    for line in ("null", '{"custom_id": "a"}', '{"prompt": null, "id": 3}'):
+        prompts.write_text(f'"import"\n{line}\n')
+        assert "line 2 of" in (said := cli(["generate", "--file", str(prompts)]).stderr)
+        assert "has no prompt" in said
     prompts.write_text("[" * 100_000)
     assert "line 1 of" in cli(["generate", "--file", str(prompts)]).stderr
 
