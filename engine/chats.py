@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from engine.errors import InputError, OptionError
@@ -13,7 +16,8 @@ from engine.warn_once import warn_once
 Message = Mapping[str, Any]
 OPTIONS = ("continue_final_message", "add_generation_prompt", "sanitize_control_tokens")
 
-_ANSWER = "kvengine's answer"  # in a chat that is written to see what follows an answer
+# In a chat that is written to see what a template makes of one.
+_QUESTION, _ANSWER = "kvengine's question", "kvengine's answer"
 _BREAK = "\ufdd0"  # no character: texts are tokenized for themselves on both sides of it
 
 
@@ -71,15 +75,17 @@ def is_message(value: Any) -> bool:
 def written(tokenizer: Any, messages: Sequence[Message], options: TemplateOptions) -> str:
     """The messages as the tokenizer's template writes them; `ids_of` reads this text. Raises `InputError`."""
     options = options.resolved(messages)
-
-    def render(messages: Sequence[Message], more: Mapping[str, Any]) -> str:
-        return _rendered(tokenizer, messages, options, more)
-
+    begins = replace(options, continue_final_message=False, add_generation_prompt=True)
     try:
-        if options.sanitize_control_tokens:
-            return _sanitized(tokenizer, messages, options.more, render)
-        return render(messages, options.more)
-    except MemoryError:
+        messages = _as_read(tokenizer, messages)
+        text = _written(tokenizer, messages, options)
+        if options.continue_final_message and not _text_of(messages[-1].get("content")).strip():
+            # Where templates strip texts, the end of an empty one is not found behind the white space before it.
+            with suppress(Exception):  # the messages before it may be refused alone
+                begun = _written(tokenizer, messages[:-1], begins)
+                text = begun if begun.startswith(text) else text
+        return text
+    except (MemoryError, InputError):
         raise
     except Exception as error:  # a template raises what it likes
         raise InputError(
@@ -87,7 +93,64 @@ def written(tokenizer: Any, messages: Sequence[Message], options: TemplateOption
         ) from error
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], options: TemplateOptions, more: Mapping[str, Any]) -> str:
+def _written(tokenizer: Any, messages: Sequence[Message], options: TemplateOptions) -> str:
+    render = partial(_rendered, tokenizer, options)
+    if options.sanitize_control_tokens:
+        return _sanitized(tokenizer, messages, options.more, render)
+    return render(messages, options.more)
+
+
+def _as_read(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Message]:
+    """With contents as the template reads them: it may write a list of parts as Python does, or leave texts out.
+
+    Raises `InputError` for parts other than texts where the template reads none.
+    """
+    as_text, as_parts = _probed(tokenizer, str), _probed(tokenizer, _part_of)
+    if as_parts is None or "'type'" in as_parts or '"type"' in as_parts:
+        return messages if as_text is None else [_with_content(one, _joined) for one in messages]
+    if as_text is not None:
+        return messages
+    return [_with_content(one, _part_of) if isinstance(one.get("content"), str) else one for one in messages]
+
+
+def _with_content(message: Message, change: Callable[[Any], Any]) -> Message:
+    return {**message, "content": change(message.get("content"))}
+
+
+def _joined(content: Any) -> Any:
+    if not isinstance(content, (list, tuple)):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            raise InputError(f"the model's chat template reads texts alone, and a message has the part {part!r:.80}")
+    return _text_of(content)
+
+
+def _part_of(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _text_of(content: Any) -> str:
+    """The text of a content, without parts that are none."""
+    if isinstance(content, (list, tuple)):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return str(content or "")
+
+
+def _probed(
+    tokenizer: Any, as_content: Callable[[str], Any], roles: Sequence[str] = ("user", "assistant")
+) -> str | None:
+    """What the template writes of a chat; None where it refuses it, or leaves texts out."""
+    texts = {"user": _QUESTION, "assistant": _ANSWER}
+    try:
+        chat = [{"role": role, "content": as_content(texts[role])} for role in roles]
+        text = _rendered(tokenizer, CLOSED, chat, {})
+    except Exception:  # a template raises what it likes
+        return None
+    return text if _QUESTION in text and _ANSWER in text else None
+
+
+def _rendered(tokenizer: Any, options: TemplateOptions, messages: Sequence[Message], more: Mapping[str, Any]) -> str:
     """Fields that are null, as the content beside calls of tools is, are left out; a template that adds texts without a
     look gets an empty content."""
     left_out = [{name: value for name, value in one.items() if value is not None} for one in messages]
@@ -134,23 +197,22 @@ def _sanitized(
     more: Mapping[str, Any],
     render: Callable[[Sequence[Message], Mapping[str, Any]], str],
 ) -> str:
-    """The text with a `_BREAK` in every control token that a message or a tool spells.
+    """The text with a `_BREAK` in every control token that a message, a tool or a further argument spells.
 
     A template may look for words in a text and write another one for the break: then only special tokens are broken;
     where that changes the text too, none.
     """
     special, words = _control_tokens(tokenizer)
-    messages, more = _mapped(messages, lambda text: text.replace(_BREAK, "")), dict(more)
-    tools = _mapped(more.get("tools"), lambda text: text.replace(_BREAK, ""))
-    plain = render(messages, more | ({} if tools is None else {"tools": tools}))
-    for control in (special | words, special):
-        # Thoughts and calls of tools in an answer are those of the model.
-        own = [_mapped(one, _breaking(special if one.get("role") == "assistant" else control)) for one in messages]
-        own_tools = _mapped(tools, _breaking(control))
-        if own == messages and own_tools == tools:
+    messages, more = _mapped((messages, more), lambda text: text.replace(_BREAK, ""))
+    plain = render(messages, more)
+    in_answers = _breaking(special)  # thoughts and calls of tools in an answer are those of the model
+    for change in (_breaking(special | words) if words - special else in_answers, in_answers):
+        own = [_mapped(one, in_answers if one.get("role") == "assistant" else change) for one in messages]
+        own_more = _mapped(more, change)
+        if own == messages and own_more == more:
             return plain
         try:
-            text = render(own, more | ({} if own_tools is None else {"tools": own_tools}))
+            text = render(own, own_more)
         except Exception:  # a template raises what it likes
             continue
         if text.replace(_BREAK, "") == plain:
@@ -171,19 +233,35 @@ def _control_tokens(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def _breaking(control: frozenset[str]) -> Callable[[str], str]:
-    """Puts a `_BREAK` behind the first character of every control token."""
+    """Puts a `_BREAK` behind the first character of every control token, also of one that only begins at the end: a
+    template may write the rest, or the next text, behind it."""
     if not control:
         return lambda text: text
-    pattern = re.compile(f"(?=(?:{'|'.join(map(re.escape, sorted(control)))}))(.)", re.DOTALL)
-    return lambda text: pattern.sub(rf"\1{_BREAK}", text)
+    pattern = re.compile(f"(?=(?:{'|'.join(map(re.escape, sorted(control)))}))")
+    longest, first = max(map(len, control)), {one[0] for one in control}
+
+    def broken(text: str) -> str:
+        begins, end = [one.start() for one in pattern.finditer(text)], len(text.rstrip())
+        for begin in range(max(0, end - longest), end):
+            if text[begin] in first and any(one.startswith(text[begin:end]) for one in control):
+                begins.append(begin)
+        cuts = [0, *(begin + 1 for begin in sorted({*begins})), len(text)]
+        return _BREAK.join(text[begin:end] for begin, end in itertools.pairwise(cuts))
+
+    return broken
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    """The value with every text in it changed, but names of fields and roles."""
+    """The value with every text in it changed, but names of fields and roles, which are single words."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {name: one if name == "role" else _mapped(one, change) for name, one in value.items()}
+        return {
+            name if str(name).isidentifier() else _mapped(name, change): (
+                one if name == "role" and str(one).isidentifier() else _mapped(one, change)
+            )
+            for name, one in value.items()
+        }
     return [_mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -199,18 +277,15 @@ def chat_ends(tokenizer: Any, own: int | Sequence[int] | None) -> list[int]:
 
 
 def _closing_token(tokenizer: Any) -> int | None:
-    """What the template writes behind an answer, white space aside, if that begins with a token of its own."""
+    """What the template writes behind an answer, white space aside, if that begins with a token of its own; some write
+    it before the next question alone."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    for content in (_ANSWER, [{"type": "text", "text": _ANSWER}]):
-        chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
-        try:
-            text = written(tokenizer, chat, CLOSED)
-        except InputError:
-            continue
-        _, is_there, after = text.rpartition(_ANSWER)
-        if is_there:
-            return _first_token(tokenizer, after.lstrip())
+    for roles in (("user", "assistant"), ("user", "assistant", "user")):
+        text = _probed(tokenizer, str, roles) or _probed(tokenizer, _part_of, roles) or ""
+        token = _first_token(tokenizer, text.rpartition(_ANSWER)[2].lstrip())
+        if token is not None:
+            return token
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -146,6 +147,19 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+def as_json(one: TokenLogprob) -> dict[str, Any]:
+    """The fields, with None for a log probability that is no number of JSON."""
+    return {
+        "token": one.token,
+        "logprob": finite(one.logprob),
+        "top": [(token, finite(logprob)) for token, logprob in one.top],
+    }
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
 @dataclass(frozen=True, eq=False)
 class Generation:
     """The result of one call, with the fields of transformers' `return_dict_in_generate`.
@@ -224,11 +238,11 @@ class Generation:
 
     def to_dict(self) -> dict[str, Any]:
         """Values of JSON: `rows`, each with `tokens`, `finish_reason`, `text` with a tokenizer and `logprobs` where
-        they were asked for, and `stats`, the fields of `Stats`."""
+        they were asked for (None for no probability at all), and `stats`, the fields of `Stats`."""
         rows: list[dict[str, Any]] = []
         for row, (tokens, reason) in enumerate(zip(self.tokens, self.finish_reasons, strict=True)):
             text = {} if self.text is None else {"text": self.text[row]}
-            scored = {} if self.logprobs is None else {"logprobs": [asdict(token) for token in self.logprobs[row]]}
+            scored = {} if self.logprobs is None else {"logprobs": list(map(as_json, self.logprobs[row]))}
             rows.append(text | {"tokens": tokens, "finish_reason": reason} | scored)
         return {"rows": rows, "stats": self.stats.to_dict()}
 
@@ -307,5 +321,5 @@ class StreamChunk:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as values of JSON; `logprobs` where they were asked for."""
-        found = asdict(self)
-        return found if self.logprobs else {name: found[name] for name in found if name != "logprobs"}
+        found = {name: value for name, value in asdict(self).items() if name != "logprobs"}
+        return found | ({"logprobs": list(map(as_json, self.logprobs))} if self.logprobs else {})

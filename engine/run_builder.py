@@ -284,19 +284,19 @@ def _reporting_out_of_memory(request: Request, call: Call, taken: list[Fallback]
 
 
 def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
-    prompts = request.prompt.ids
+    prompts, stops = request.prompt.ids, (request.stop_strings, request.stops_from)
+    has_form = [False] * len(prompts)
+    if request.grammar is not None:
+        has_form = [constraint is not None for constraint in request.grammar.constraints]
     adapter = adapter_for(
         call.streamer,
         prompts,
         request.mask[:, request.first_known_column :],
         returned=request.needs.texts_per_prompt,
         pad_id=request.pad_id,
-        stop_strings=request.stop_strings,
+        stops=stops,
+        has_form=has_form,
     )
     wants_text = streams or request.stop_strings or request.grammar is not None
-    has_form = [False] * len(prompts)
-    if request.grammar is not None:
-        has_form = [constraint is not None for constraint in request.grammar.constraints]
     tokenizer = call.tokenizer if wants_text else None
-    stops = request.stop_strings, request.stops_from
     return StreamBuffer(prompts, tokenizer, stops, adapter, has_form, streams)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +12,13 @@ import torch
 from engine.errors import InputError, OptionError
 from engine.prompt import read_prompt, without_padding
 from engine.request.checks import check_vocabulary
-from engine.result import Generation
+from engine.result import Generation, finite
 from engine.tables import counted
 from strategies import Emit, Flow, Forward, Task
 
 PIECE = 64  # tokens whose logits exist at once
 # Nothing ends a text that is known, not even the model's own settings.
-_ENDLESS: dict[str, Any] = {"eos_token_id": [], "stop_strings": []}
+_ENDLESS: dict[str, Any] = {"eos_token_id": [], "stop_strings": [], "num_return_sequences": 1}
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,16 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
-        """e to the negative mean of `logprobs`, as of transformers' loss."""
-        return math.exp(-self.logprob / len(self.logprobs))
+        """e to the negative mean of `logprobs`, as of transformers' loss; infinity beyond the largest float."""
+        try:
+            return math.exp(-self.logprob / len(self.logprobs))
+        except OverflowError:
+            return math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and both properties, as values of JSON."""
-        return asdict(self) | {"logprob": self.logprob, "perplexity": self.perplexity}
+        """The fields and both properties, as values of JSON: None for what is infinite."""
+        found = {"tokens": self.tokens, "logprobs": tuple(map(finite, self.logprobs))}
+        return found | {"logprob": finite(self.logprob), "perplexity": finite(self.perplexity)}
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,11 @@ def score(
     for row in ids:
         check_vocabulary(model, torch.tensor(row, device="cpu"))
     found: dict[int, TextScore] = {}
-    order = sorted(range(len(ids)), key=lambda number: len(ids[number]))  # texts of a run have about one length
+    # Texts of a run have about one length. The longest come first: one that does not fit is refused before any work.
+    order = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
     for begin in range(0, len(order), rows):
         indices = order[begin : begin + rows]
-        longest = len(ids[indices[-1]])
+        longest = len(ids[indices[0]])
         padded = [ids[number] + [0] * (longest - len(ids[number])) for number in indices]  # no token sees later ones
         firsts = torch.tensor([row[:1] for row in padded], device="cpu")
         out = generate(without_padding(firsts), **scoring(padded, piece_tokens))
@@ -120,9 +125,10 @@ def read_texts(texts: Any, tokenizer: Any) -> list[list[int]]:
     for number, text in enumerate(texts):
         if not isinstance(text, (str, Sequence)):
             raise InputError(f"texts[{number}]={text!r:.80}: give a text or a list of token ids")
-        ids: list[int] = (
-            read_prompt(text if isinstance(text, str) else [text], {}, tokenizer, bos_id=None).ids[0].tolist()
-        )
+        ids: list[int] = []
+        if text:
+            read = read_prompt(text if isinstance(text, str) else [text], {}, tokenizer, bos_id=None)
+            ids = read.ids[0].tolist()
         if len(ids) < 2:
             raise InputError(
                 f"texts[{number}] has {counted(len(ids), 'token')}, and a score begins with the second one, which "

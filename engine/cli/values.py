@@ -180,9 +180,15 @@ def _lines(path: str, text: str) -> Iterator[Any]:
         if not line.strip():
             continue
         try:
-            yield _prompt_of(json.loads(line)) if path.endswith(".jsonl") else line
-        except ValueError as error:
+            prompt = _prompt_of(json.loads(line)) if path.endswith(".jsonl") else line
+        except (ValueError, RecursionError) as error:
             raise OptionError(f"line {number} of {path} is no JSON: {error}") from error
+        said = (
+            {name: one for name, one in prompt.items() if name not in _LABELS} if isinstance(prompt, dict) else prompt
+        )
+        if said is None or said == {} or (isinstance(said, dict) and said.get("prompt", "") is None):
+            raise OptionError(f"line {number} of {path} has no prompt: {line:.80}")
+        yield prompt
 
 
 def _prompt_of(line: Any) -> Any:
@@ -235,7 +241,7 @@ def _standard_input() -> str:
 
 def _read(where: str, read: Callable[[], bytes]) -> str:
     try:
-        return read().decode()
+        return read().decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except OSError as error:
         raise OptionError(f"{where} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

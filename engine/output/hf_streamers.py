@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from transformers import TextStreamer
 
+from engine.chats import special_tokens
 from engine.output.detokenizer import RowText, ends_of
 from engine.result import StreamChunk
 
@@ -41,16 +42,24 @@ class StreamerAdapter(Protocol):
 
 
 def adapter_for(
-    streamer: Any, prompts: torch.Tensor, mask: torch.Tensor, returned: int, pad_id: int, stop_strings: Sequence[str]
+    streamer: Any,
+    prompts: torch.Tensor,
+    mask: torch.Tensor,
+    returned: int,
+    pad_id: int,
+    stops: tuple[tuple[str, ...], int],
+    has_form: list[bool],
 ) -> StreamerAdapter | None:
-    """The adapter for `streamer`; None without one. prompts, mask: [rows, columns]. returned: texts per prompt."""
+    """The adapter for `streamer`; None without one. prompts, mask: [rows, columns]. returned: texts per prompt.
+    stops, has_form: as of `StreamBuffer`."""
     if streamer is None:
         return None
     if isinstance(streamer, TextStreamer) and getattr(streamer.put, "__func__", None) is TextStreamer.put:
         rows = prompts.tolist()
         if len(rows) > 1:  # a single row shows its pad tokens, as in transformers
             rows = [ids[real].tolist() for ids, real in zip(prompts, mask != 0, strict=True)]
-        return _TextAdapter(streamer, rows, stop_strings, ends_of(prompts, stop_strings))
+        stop_strings, begin = stops
+        return _TextAdapter(streamer, rows, stop_strings, ends_of(prompts[:, begin:], stop_strings), has_form)
     return _IdsAdapter(streamer, prompts.repeat_interleave(returned, dim=0), len(prompts), pad_id)
 
 
@@ -99,14 +108,24 @@ class _TextAdapter:
     """Streams the first row's text to a `TextStreamer`, then the text of each other row on a line of its own.
 
     It decodes with the streamer's arguments, but not in its `put`, which takes one row and shows parts of stop strings.
-    prompts: the ids of each row's prompt that are shown. ends: see `ends_of`.
+    prompts: the ids of each row's prompt that are shown. ends: see `ends_of`. has_form: for each row whether a
+    constraint gives it a form.
     """
 
     def __init__(
-        self, streamer: TextStreamer, prompts: list[list[int]], stop_strings: Sequence[str], ends: list[list[int]]
+        self,
+        streamer: TextStreamer,
+        prompts: list[list[int]],
+        stop_strings: Sequence[str],
+        ends: list[list[int]],
+        has_form: list[bool],
     ):
-        self._streamer, self._prompts = streamer, prompts
-        self._texts = [RowText(streamer.tokenizer, stop_strings, streamer.decode_kwargs, end) for end in ends]
+        self._streamer, self._prompts, self._has_form = streamer, prompts, has_form
+        self._special = special_tokens(streamer.tokenizer) if any(has_form) else {}
+        self._texts = [
+            RowText(streamer.tokenizer, stop_strings, streamer.decode_kwargs, end, keeps_space=form)
+            for end, form in zip(ends, has_form, strict=True)
+        ]
         self._prompt_texts = [""] * len(prompts)
         self._waiting = [""] * len(prompts)
         self._ended = [False] * len(prompts)
@@ -119,13 +138,17 @@ class _TextAdapter:
 
     def select_rows(self, index: list[int]) -> None:
         self._texts = [self._texts[row].copy() for row in index]
+        self._has_form = [self._has_form[row] for row in index]
         self._prompt_texts = [self._prompt_texts[row] for row in index]
         self._waiting = [self._waiting[row] for row in index]
         self._ended = [self._ended[row] for row in index]
 
     def show(self, chunks: Sequence[StreamChunk]) -> None:
         for chunk in chunks:
-            self._waiting[chunk.row] += "".join(map(self._texts[chunk.row].push, chunk.tokens))
+            tokens = chunk.tokens
+            if chunk.finish_reason == "eos" and self._has_form[chunk.row] and tokens[-1] not in self._special:
+                tokens = tokens[:-1]  # no part of the form
+            self._waiting[chunk.row] += "".join(map(self._texts[chunk.row].push, tokens))
             if chunk.finish_reason is not None:
                 self._end_row(chunk.row)
         self._stream_waiting()

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 SIGNIFICANT_DIGITS = 17  # tell every float64 from every other one
 _INTEGER_DIGITS = 20  # of every 64-bit number
 _EXPONENT_DIGITS = 3
+_LARGEST_EXPONENT = 308  # of a float64 with one digit before its point
 _DIGITS, _NUMBER_CHARACTERS = frozenset(b"0123456789"), frozenset(b"0123456789.eE+-")
 
 
@@ -27,10 +28,13 @@ class Place(Enum):
 
 class Reading(NamedTuple):
     """Where a JSON text has come to. digits: of the number or of its exponent, so far; below 0: zeros before the first
-    other digit, which are not significant."""
+    other digit, which are not significant. size: before the point is 0 or 1, a larger digit, or several (0, 1, 2).
+    exponent: its value; None below 0."""
 
     place: Place = Place.OUTSIDE
     digits: int = 0
+    size: int = 0
+    exponent: int | None = 0
 
     @property
     def is_in_number(self) -> bool:
@@ -54,21 +58,29 @@ class NumberLength:
         return reading, fits
 
     def _fits(self, reading: Reading, byte: int) -> bool:
-        place, digits = reading
+        place, digits, *_ = reading
         if place is Place.INTEGER:
             return digits <= self.integer
         if place is Place.FRACTION:  # behind the point there has to be room for a digit
             return -self.significant <= digits <= self.significant - (byte == ord("."))
-        return place is not Place.EXPONENT or digits <= self.exponent
+        if place is not Place.EXPONENT:
+            return True
+        most = _LARGEST_EXPONENT - (0, 1, self.integer - 1)[reading.size]
+        return digits <= self.exponent and (reading.exponent is None or reading.exponent <= most)
 
 
 def number_length(schema: Any) -> NumberLength:
-    """17 significant digits and 3 of the exponent; 20 digits where whole numbers are asked for, as identifiers have
+    """Raises `ValueError` for a whole number of more than 64 bits that the grammar would round.
+
+    17 significant digits and 3 of the exponent; 20 digits where whole numbers are asked for, as identifiers have
     them; more where a figure of the schema has more."""
     integer, significant = SIGNIFICANT_DIGITS, SIGNIFICANT_DIGITS
     for name, value in _entries(schema):
         if name == "type" and (value == "integer" or (isinstance(value, list) and "integer" in value)):
             integer = max(integer, _INTEGER_DIGITS)
+        is_rounded = type(value) is int and not -(2**63) <= value < 2**64 and Decimal(repr(float(value))) != value
+        if is_rounded and name in ("const", "enum"):
+            raise ValueError(f"{name} has {value}, which a grammar of JSON rounds to {float(value)!r}")
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
             before, _, behind = format(abs(Decimal(repr(value))), "f").partition(".")
             integer, significant = max(integer, len(before)), max(significant, len(before) + len(behind))
@@ -88,7 +100,7 @@ def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
 
 def _next(reading: Reading, byte: int) -> Reading:
     """The reading behind one more byte of a JSON text."""
-    place, digits = reading
+    place, digits, size, exponent = reading
     if place is Place.ESCAPE:
         return Reading(Place.STRING)
     if place is Place.STRING:
@@ -96,16 +108,20 @@ def _next(reading: Reading, byte: int) -> Reading:
     if byte == ord('"'):
         return Reading(Place.STRING)
     if place is Place.OUTSIDE or byte not in _NUMBER_CHARACTERS:
-        return Reading(Place.INTEGER, int(byte != ord("0"))) if byte in _DIGITS else Reading()
+        is_digit = byte in _DIGITS
+        return Reading(Place.INTEGER, int(byte != ord("0")), int(byte > ord("1"))) if is_digit else Reading()
     if byte == ord("."):
-        return Reading(Place.FRACTION, digits)
+        return Reading(Place.FRACTION, digits, size)
     if byte in b"eE":
-        return Reading(Place.EXPONENT)
-    if byte in _DIGITS:
-        if place is Place.FRACTION and digits <= 0:
-            return Reading(place, digits - 1 if byte == ord("0") else 1)
-        return Reading(place, digits + 1)
-    return reading  # the sign of an exponent
+        return Reading(Place.EXPONENT, 0, size)
+    if byte not in _DIGITS:  # the sign of an exponent
+        return reading._replace(exponent=None) if byte == ord("-") else reading
+    if place is Place.EXPONENT:
+        exponent = None if exponent is None else 10 * exponent + byte - ord("0")
+        return Reading(place, digits + 1, size, exponent)
+    if place is Place.FRACTION and digits <= 0:
+        return Reading(place, digits - 1 if byte == ord("0") else 1, size)
+    return Reading(place, digits + 1, 2 if place is Place.INTEGER else size)
 
 
 class NumberTokens:

@@ -136,13 +136,14 @@ class Chat:
     def undo(self) -> None:
         """Remove the last message and its answer."""
         with self._between_turns():
-            self._conversation = replace(self._conversation, messages=self._before_last_question(), begun=None)
+            self._conversation = replace(self._conversation, messages=self._before_last_question())
 
     def _before_last_answer(self) -> tuple[Message, ...]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise InputError("there is no answer to try again: send a message")
-        begun, last = self._conversation.begun, self.messages[-1]
-        return self.messages[:-1] if begun is None else (*self.messages[:-1], last | {"content": begun})
+        *before, last = self.messages
+        begun = self._conversation.begun
+        return (*before, last | {"content": begun[len(before)]}) if len(before) in begun else tuple(before)
 
     def _before_last_question(self) -> tuple[Message, ...]:
         asked = [number for number, one in enumerate(self.messages) if one["role"] == "user"]
@@ -190,7 +191,8 @@ class Chat:
         # A strategy may not be able to go on from a cache.
         instead = self._without_size if self.cache is not None and self.cache.total_tokens else {}
         pauses = partial(self._pauses, messages, ids[0])
-        chunks = self._start(EncodedPrompt(ids, is_chat=True), own | parameters, instead, pauses)
+        prompt = EncodedPrompt(ids, is_chat=True, stops_in_prompt=False)  # which the template has made
+        chunks = self._start(prompt, own | parameters, instead, pauses)
         finish = partial(self._finish, messages, asked, bool(options.continue_final_message))
         try:
             yield from chunks
@@ -354,7 +356,8 @@ class Chat:
             )
         with self._between_turns():
             segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
-            notes = {"messages": list(self.messages), "segments": segments, "begun": self._conversation.begun}
+            notes = {"messages": list(self.messages), "segments": segments}
+            notes["begun"] = list(self._conversation.begun.items())
             model, log = self._generator.model, self.cache.log
             is_right = log is not None and log.why_other(reader_now(model)) is None
             (self.cache if is_right else self.cache.empty_like()).save(path, model, notes=notes)
@@ -367,7 +370,7 @@ class Chat:
                 raise InputError(f"{path} holds a cache, but no conversation: caches.load reads it")
             self.cache = load(path, self._generator.model)
             segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
-            messages, begun = tuple(notes["messages"]), notes.get("begun")
+            messages, begun = tuple(notes["messages"]), dict(notes.get("begun") or ())
             self._conversation = Conversation(self._generator.tokenizer, messages, segments, begun)
             self._branches, self.last = [], None
 

@@ -4,8 +4,8 @@ tokenized again, as that may give other tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.chats import CLOSED, TemplateOptions, ids_of, special_tokens, written
@@ -28,14 +28,14 @@ class Segment:
 class Conversation:
     """Messages as a tokenizer's chat template writes them, or "User: ..." and "Assistant: ..." where it has none.
 
-    segments: the text that was read and generated so far, from the beginning, with its ids. begun: the content of the
-    last message before the model went on with it; None where the model has begun it.
+    segments: the text that was read and generated so far, from the beginning, with its ids. begun: by the numbers of
+    messages with which the model went on, their contents before that.
     """
 
     tokenizer: Any
     messages: tuple[Message, ...] = ()
     segments: tuple[Segment, ...] = ()
-    begun: Any = None
+    begun: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def has_template(self) -> bool:
@@ -104,12 +104,13 @@ class Conversation:
                 said.pop()
             ending = [Segment(complete[len(text) :], tuple(tokens[len(said) :]))]
         segments = (*asked, Segment(gap + text, tuple(said)), *ending)
+        message: Message = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
+        begun = {number: content for number, content in self.begun.items() if number < len(messages)}
         if continues:
             *messages, last = messages
-            begun, shown = last.get("content"), asked[-1].text if asked else ""
-            message = dict(last, content=_joined(begun, shown, gap + answer))
-        else:
-            begun, message = None, {"role": "assistant", "content": answer if self.has_template else answer.strip()}
+            content, shown = last.get("content"), asked[-1].text if asked else ""
+            message = dict(last, content=_joined(content, shown, gap + answer))
+            begun[len(messages)] = content
         return Conversation(self.tokenizer, (*messages, message), segments, begun)
 
     def _space_before(self, tokens: list[int], asked: Sequence[Segment]) -> str:

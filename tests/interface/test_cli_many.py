@@ -144,6 +144,21 @@ def test_lines_that_are_no_json(cli, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"import"\n{no json\n')
     assert "line 2" in cli(["generate", "--file", str(prompts), "--jsonl", str(tmp_path / "o")]).stderr
+    for line in ("null", '{"custom_id": "a"}', '{"prompt": null, "id": 3}'):
+        prompts.write_text(f'"import"\n{line}\n')
+        assert "line 2 of" in (said := cli(["generate", "--file", str(prompts)]).stderr)
+        assert "has no prompt" in said
+    prompts.write_text("[" * 100_000)
+    assert "line 1 of" in cli(["generate", "--file", str(prompts)]).stderr
+
+
+def test_a_mark_at_the_beginning_of_a_file_is_no_text(cli, tmp_path):
+    marked, plain = tmp_path / "marked.txt", tmp_path / "plain.txt"
+    marked.write_bytes("\ufeffimport os\n".encode())
+    plain.write_text("import os\n")
+    texts = [cli(["generate", "--file", str(file), "-n", "4", "--json"]).stdout for file in (marked, plain)]
+    rows = [json.loads(text)["rows"] for text in texts]
+    assert rows[0] == rows[1]
 
 
 def test_texts_of_other_prompts_or_options_are_not_taken(cli, tmp_path):

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from transformers import TextStreamer
 
 import engine
 
@@ -88,6 +89,22 @@ def test_a_stream_and_many_say_the_same(strategy):
     assert "".join(chunk.text for chunk in chunks if chunk.row == 0) == out.text[0]
     [many] = generator().generate_many([PROMPT], **given)
     assert many.result().text == out.text
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("has_special", [True, False])
+def test_a_streamer_shows_the_same(strategy, has_special):
+    shown = []
+
+    class Shows(TextStreamer):
+        def on_finalized_text(self, text, stream_end=False):
+            shown.append(text)
+
+    ends = [id_of("."), *([0] if has_special else [])]
+    form, _, _ = FORMS["needed in the middle"]
+    more = {"eos_token_id": ends, "streamer": Shows(tokenizer(), skip_prompt=True, skip_special_tokens=True)}
+    out = generator().generate([PROMPT] * 2, regex=[form["regex"], "[a-z]{2}"], **arguments_of(strategy), **more)
+    assert "".join(shown) == "\n".join(out.text)
 
 
 def test_a_text_that_the_length_cuts_behind_such_a_token_has_not_ended():

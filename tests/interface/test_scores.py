@@ -1,5 +1,6 @@
 """`Generator.score`: log probabilities of texts, beside transformers' loss and a model that reads token by token."""
 
+import copy
 import json
 import math
 
@@ -56,6 +57,7 @@ def test_the_models_own_settings_change_nothing():
     gen, [ids] = engine.Generator(tiny_model("llama")), texts(20)
     expected = gen.score([ids])[0].logprobs
     settings = {"do_sample": True, "num_beams": 4, "repetition_penalty": 1.5, "eos_token_id": ids[5], "max_length": 5}
+    settings["num_return_sequences"] = 2
     before = dict(vars(gen.model.generation_config))
     try:
         gen.model.generation_config.update(**settings)
@@ -79,7 +81,7 @@ def test_texts(shipped):
     ("given", "options", "match"),
     [
         ([[5, 6], [7]], {}, r"^texts\[1\] has 1 token, and a score begins with the second one"),
-        ([[5, 6], []], {}, "prompt|token"),
+        ([[5, 6], []], {}, r"^texts\[1\] has 0 tokens"),
         (7, {}, "^texts=7: give a text, a list of texts"),
         ([5, 6], {}, r"^texts\[0\]=5: give a text or a list of token ids"),
         (["a text"], {}, "tokenizer"),
@@ -93,6 +95,38 @@ def test_texts(shipped):
 def test_refusals(given, options, match):
     with pytest.raises(engine.EngineError, match=match):
         engine.Generator(tiny_model("llama")).score(given, **options)
+
+
+def test_a_text_that_is_too_long_is_refused_before_the_others_are_read(shipped):
+    calls = []
+    hook = shipped.model.register_forward_pre_hook(lambda *_: calls.append(1))
+    try:
+        with pytest.raises(engine.InputError, match="positions, but the model has 2,048"):
+            shipped.score([[5, 6, 7], [5] * 3000, [8, 9]], rows=1)
+    finally:
+        hook.remove()
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda logits: logits * 1e6,
+        lambda logits: logits.index_fill(-1, torch.arange(1, logits.shape[-1]), -torch.inf),
+    ],
+    ids=["finite", "none"],
+)
+def test_texts_without_a_likelihood(changed):
+    model = copy.deepcopy(tiny_model("llama"))
+    model.lm_head.register_forward_hook(lambda *given: changed(given[2]))
+    gen = engine.Generator(model)
+    [scored] = gen.score(texts(20)[:1])
+    assert scored.perplexity == float("inf")
+    json.dumps(scored.to_dict(), allow_nan=False)
+    out = gen.generate([[5, 6]], max_new_tokens=2, top_logprobs=3)
+    json.dumps(out.to_dict(), allow_nan=False)
+    chunks = gen.stream([[5, 6]], max_new_tokens=2, top_logprobs=3)
+    json.dumps([chunk.to_dict() for chunk in chunks], allow_nan=False)
 
 
 def test_models_with_an_encoder_are_refused():

@@ -320,6 +320,7 @@ def test_too_few_tokens():
     ("asked", "message"),
     [
         ({"json_schema": {"type": "strin"}}, "Invalid type: strin"),
+        ({"json_schema": {"enum": [10**20 + 1]}}, "enum has 100000000000000000001, which a grammar of JSON rounds"),
         ({"json_schema": "{"}, "is a text that is no JSON"),
         ({"json_schema": 5}, "a JSON schema as a dict"),
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum"),

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from transformers import PreTrainedTokenizerBase
 
 MOST_LOGPROBS = 20
+_STOP_STRINGS = 16
 _STOP_CHARACTERS = 400  # of all stop strings: searches prepare a table of them
 # Larger ones may nest so deeply that the library for grammars, which is recursive, has no stack left.
 _SCHEMA_CHARACTERS, _GRAMMAR_CHARACTERS = 16_384, 8_192
@@ -113,7 +114,7 @@ class _Request(_Body):
     temperature: float | None = Field(default=None, ge=0, le=100)  # below 0.001 only 0
     top_p: float | None = Field(default=None, gt=0, le=1)
     n: int = Field(default=1, ge=1)
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stop: Any = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -134,11 +135,16 @@ class _Request(_Body):
 
     @field_validator("stop")
     @classmethod
-    def _is_short(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else value or []
+    def _are_stop_strings(cls, value: Any) -> Any:
+        """By hand: a union has an error for each of its kinds."""
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+            raise ValueError("stop is a text or a list of texts")
+        if len(texts) > _STOP_STRINGS:
+            raise ValueError(f"{len(texts):,} stop strings, and this server reads {_STOP_STRINGS}")
         if "" in texts or sum(map(len, texts)) > _STOP_CHARACTERS:
             raise ValueError(f"stop strings have at least one character each, and {_STOP_CHARACTERS} together at most")
-        return value
+        return texts
 
     @property
     def has_form(self) -> bool:
