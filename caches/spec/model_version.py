@@ -124,8 +124,9 @@ def settings_of(module: nn.Module) -> dict[str, float]:
     """The numbers among the public attributes of a module itself, by name, without those that change as it computes."""
     attributes = vars(module)
     begin = len(_MODULE) if next(iter(attributes)) == _MODULE[0] else 0  # some are set before `nn.Module.__init__`
+    is_training = module.training
     found = {
-        name: 0.0 if not module.training and _is_of_dropout(module, name) else value
+        name: value if is_training or not ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))) else 0.0
         for name, value in islice(attributes.items(), begin, None)
         if type(value) in _SETTING_TYPES and name not in _NO_SETTINGS and name[0] != "_"
     }
@@ -138,11 +139,6 @@ def settings_of(module: nn.Module) -> dict[str, float]:
         counts = _counted(module)
         return {name: value for name, value in found.items() if counts(name)}
     return found
-
-
-def _is_of_dropout(module: nn.Module, name: str) -> bool:
-    """Whether a number matters in training mode alone."""
-    return "drop" in name or (name == "p" and isinstance(module, nn.Dropout))
 
 
 def _layers_of(model: nn.Module) -> tuple[LayerSpec, ...] | None:

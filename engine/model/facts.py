@@ -51,7 +51,7 @@ _WHYS = {
 @dataclass
 class _Answers:
     """About one model. later: answers that may change, and for how many calls they stand. alone: the names of those
-    that are about this model alone. state: its version and its own code, when it was last looked at.
+    that are about this model alone. version, code: of the model as it was then, and its own code; None before.
 
     cache, total_tokens: what the model was fed last.
     """
@@ -59,7 +59,8 @@ class _Answers:
     whys: dict[str, str | None] = field(default_factory=dict)
     later: dict[str, tuple[str, int]] = field(default_factory=dict)
     alone: set[str] = field(default_factory=set)
-    state: tuple[ModelVersion, set[int]] | None = None
+    version: ModelVersion | None = None
+    code: set[int] = field(default_factory=set)
     cache: weakref.ref[Any] | None = None
     total_tokens: int = 0
 
@@ -81,7 +82,8 @@ class ModelFacts:
         self._runner, self._model, self._ranks = runner, runner.model, runner.ranks
         self._answers = _answers.setdefault(runner.model, _Answers())
         with turn_of(runner.model):
-            self.renew(model_version(runner.model))
+            if self._answers.version is not None:
+                self.renew(model_version(runner.model))
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
         self.starts_again = rope_frequencies.starts_again(runner.model)
@@ -135,15 +137,17 @@ class ModelFacts:
 
     def renew(self, now: ModelVersion) -> None:
         """Forget what may not be so any more of the model as it is now."""
-        answers = self._answers
-        before, answers.state = answers.state, (now, trials.own_code(self._model))
-        if before is None or before == answers.state or self._ranks.size > 1:  # other ranks would try nothing
+        answers, before = self._answers, self._answers.version
+        if before is None or self._ranks.size > 1:  # nothing was tried; other ranks would try nothing
             return
-        answers.later.clear()
-        is_other = (before[0].classes, before[0].layers) != (now.classes, now.layers)
-        for name in list(answers.whys) if is_other else answers.alone:
-            answers.whys.pop(name, None)
-        answers.alone.clear()
+        if (answers.later or answers.alone) and (before != now or answers.code != trials.own_code(self._model)):
+            answers.later.clear()
+            for name in answers.alone:
+                answers.whys.pop(name, None)
+            answers.alone.clear()
+        if (before.classes, before.layers) != (now.classes, now.layers):
+            answers.whys.clear()
+        answers.version = now if answers.whys or answers.later else None
 
     # What was fed last.
 
@@ -174,6 +178,7 @@ class ModelFacts:
         with turn_of(self._model):
             why, calls = answers.later.get(name, ("", 0))
             if calls == 0:
+                answers.version, answers.code = model_version(self._model), trials.own_code(self._model)
                 file = self._file()
                 stored = {} if file is None else _read(file)
                 if name in stored:
