@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import transformers
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from caches import EngineCache
@@ -23,7 +22,6 @@ from caches.machine import cache_folder, write_atomically
 from caches.out_of_memory import is_out_of_memory
 from caches.spec.accelerate_hooks import prompt_device
 from caches.spec.model_version import ModelVersion, model_version
-from caches.torch_api import hooks_of
 from caches.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
@@ -225,17 +223,12 @@ class ModelFacts:
 
     def _file(self) -> Path | None:
         """Of the answers about all models like this one; None where they are about this one alone."""
-        if self._ranks.size > 1 or any(map(_is_changed, self._model.modules())):
+        if self._ranks.size > 1 or trials.own_code(self._model):
             return None
         model, attention = self._model, attn_implementation(self._model.config)
         with suppress(OSError):
             return _file_of(type(model), model.config, attention, model.dtype, prompt_device(model).type)
         return None
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Whether something else is computed than its class says."""
-    return "forward" in vars(module) or any(hooks_of(module))
 
 
 def _several(text: trials.Text) -> bool | None:
@@ -265,8 +258,12 @@ def _padding_between(text: trials.Text) -> Answer:
 
 
 def _rows(model: PreTrainedModel, text: trials.Text) -> Answer:
-    """Where modules keep states, texts are read again. Where rounding hides all differences, beams are as good."""
-    return _in_cache(model, text) is False or text.scale.is_same(text.exchanged(), text.one_by_one) is not False
+    """Where modules keep states, texts are read again. Rounding that hides all differences is no reason against beams,
+    and NaN is what a run reports."""
+    if _in_cache(model, text) is False:
+        return True
+    exchanged = text.exchanged()
+    return bool(exchanged.isnan().any()) or text.scale.is_same(exchanged, text.one_by_one) is not False
 
 
 def _in_cache(model: PreTrainedModel, text: trials.Text) -> Answer:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import VOCABULARY
 from constraints import END, NEW, Constraint, Drafting, one_of, tree
+from helpers import try_facts
 from references import draft_of, tiny
 from resuming import check_goes_on
 from strategy_cases import NAMES, asked
@@ -61,6 +62,7 @@ def test_a_layer_that_breaks(name, cache, late, strategy, monkeypatch):
     """What it writes into the cache is NaN too: nothing of that is left."""
     monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: late)
     model, inputs = tiny(name)
+    try_facts(model)
     options = asked(strategy, model) | {"max_new_tokens": NEW, "cache": cache}
     if strategy == "assisted":
         options["assistant_model"] = draft_of(name)

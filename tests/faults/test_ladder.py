@@ -1,7 +1,6 @@
 """What a run does when memory is out: the fallbacks one by one, in the order that was asked for."""
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,12 +125,12 @@ def test_memory_that_is_out_between_forwards_is_told_with_what_there_is():
     assert len(raised.value.partial.tokens[0]) == 3
 
 
-@pytest.mark.parametrize("place", ["ReadBy", "read_parameters", "read_cache_choice"])
+@pytest.mark.parametrize("place", ["reader_now", "read_parameters", "read_cache_choice"])
 def test_memory_that_is_out_before_a_call_is_read_is_told_too(place, monkeypatch):
     def out(*args):
         raise OOM["cpu"]()
 
-    monkeypatch.setattr(run_builder, place, SimpleNamespace(of=out) if place == "ReadBy" else out)
+    monkeypatch.setattr(run_builder, place, out)
     with pytest.raises(engine.OutOfMemoryError, match=r"while the run was prepared.*can't allocate") as raised:
         run([], EngineConfig().on_oom)
     assert raised.value.partial.tokens == [[]]

@@ -63,8 +63,8 @@ def skip_if_refused(name: str, model) -> None:
 def try_facts(model) -> None:
     """Let the model be tried now: forwards that are counted later are those of runs alone."""
     runner = ModelRunner(model)
-    for fact in ("why_not_several", "why_not_cut", "why_not_in_cache", "why_not_reordered", "why_not_all_logits"):
-        getattr(runner.facts, fact)
+    for fact in ("several", "cut", "padded", "in_cache", "reordered", "all_logits"):
+        getattr(runner.facts, f"why_not_{fact}")
 
 
 def cache_argument(model) -> str:
