@@ -1,4 +1,4 @@
-"""The first 200 random calls notice each of these breakages (tests/support/damage.py)."""
+"""The first 300 random calls notice each of these breakages (tests/support/damage.py)."""
 
 import pytest
 from damage import DAMAGES
@@ -38,10 +38,10 @@ NOTICED = [
 def test_a_breakage_is_noticed(damage, monkeypatch):
     cells()  # which caches lose nothing is found out before
     DAMAGES[damage](monkeypatch)
-    for begin in range(0, 200, 10):
+    for begin in range(0, 300, 10):
         if play(range(begin, begin + 10))[2]:
             return
-    pytest.fail("200 calls were all right")
+    pytest.fail("300 calls were all right")
 
 
 def test_without_damage_they_pass():
