@@ -197,7 +197,7 @@ def saved(history: ChangedHistory, beginnings: Any) -> None:
             history.explained(str(error), changed)
             history.counts["not saved"] += 1
             continue
-        assert not changed or filled.is_pickled, changed
+        history.counts["saved after a change that was taken back"] += bool(changed and not filled.is_pickled)
         history.filled.append(Filled(loaded, filled.ids, len(history.changes)))
 
 
@@ -256,12 +256,18 @@ def settings(history: ChangedHistory, beginnings: Any) -> None:
     history.changes.append("settings")
 
 
+def _lora_layers(history: ChangedHistory) -> list[Any]:
+    return [one for one in history.model.modules() if isinstance(one, peft.tuners.lora.LoraLayer)]
+
+
 def adapters(history: ChangedHistory, beginnings: Any) -> None:
     if history.wrapper is None:
         return
     way = history.draw.choice(["anew", "scale", "merged", "loaded"])
-    layers = [one for one in history.model.modules() if isinstance(one, peft.tuners.lora.LoraLayer)]
+    layers = _lora_layers(history)
     if way == "anew":
+        if any(layer.merged for layer in layers):  # PEFT deletes no such adapter
+            history.wrapper.unmerge_adapter()
         with warnings.catch_warnings():  # that another one is active then
             warnings.simplefilter("ignore")
             history.wrapper.delete_adapter("default")
@@ -284,6 +290,8 @@ def other_adapter(history: ChangedHistory, beginnings: Any) -> None:
     """One that is not active is added, or written: that changes nothing."""
     if history.wrapper is not None:
         if "other" not in history.wrapper.peft_config:
+            if any(layer.merged for layer in _lora_layers(history)):  # PEFT takes it out of the weights then
+                history.changes += ["adapters", "weights"]
             history.wrapper.add_adapter("other", _lora())
             history.wrapper.eval()
         for name, parameter in history.wrapper.named_parameters():
