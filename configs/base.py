@@ -7,7 +7,7 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -44,7 +44,7 @@ class Config:
 
     absent: ClassVar[dict[str, str]] = {}
     """Options of related configurations that this one lacks, with the reason for the error message."""
-    choices: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    choices: ClassVar[dict[str, Collection[Any]]] = {}
     """The values of options that have a fixed set of them."""
 
     def __post_init__(self) -> None:

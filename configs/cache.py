@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -74,6 +75,11 @@ class CacheConfig(Config):
         return {"name": self.name} | super().to_dict(use_diff)
 
     @property
+    def parts(self) -> list[CacheConfig]:
+        """The configurations of the caches that are made with it: this one, where it is no pair."""
+        return [self]
+
+    @property
     def changes_text(self) -> str | None:
         """Why a text can be another one than with all keys and values in full; None where it cannot."""
         return None
@@ -89,6 +95,10 @@ class CacheConfig(Config):
         if getattr(self, "residency", "device") in (residency, "disk"):
             return None
         return self._changed(self.offloaded_as, residency=residency)
+
+    def without_kernels(self) -> CacheConfig:
+        """The configuration of the same cache where the kernels for CPUs cannot compute."""
+        return self
 
     def windowed(self, window_length: int) -> CacheConfig | None:
         """The configuration of a cache of the last tokens alone; None where there is none."""
@@ -184,7 +194,7 @@ class SlidingWindowCacheConfig(PlacedCacheConfig):
         return super().offloaded(residency) if self.window_length is None else None
 
 
-def check_residency(residency: str, folder: str | None, known: tuple[str, ...]) -> None:
+def check_residency(residency: str, folder: str | None, known: Collection[str]) -> None:
     """Raise `ConfigError` unless `residency` is one of `known` and `folder` is given only for "disk"."""
     if residency not in known:
         raise ConfigError(f"residency={residency!r}, but it has to be {' or '.join(map(repr, known))}")
@@ -203,7 +213,7 @@ class OffloadedCacheConfig(PlacedCacheConfig):
 
     name: ClassVar[str] = "offloaded"
     windowed_as: ClassVar[str | None] = None
-    choices: ClassVar[dict[str, tuple[Any, ...]]] = {"residency": ("host", "disk")}
+    choices: ClassVar[dict[str, Collection[Any]]] = {"residency": ("host", "disk")}
     residency: str = "host"
     folder: str | None = None
     offload_only_non_sliding: bool = False
@@ -310,3 +320,8 @@ class NoCacheConfig(CacheConfig):
 
     name: ClassVar[str] = "none"
     keeps_nothing: ClassVar[bool] = True
+
+
+DEFAULT_CACHE = DynamicCacheConfig.name
+COMPILED_CACHE = StaticCacheConfig.name  # of a step in one graph: its tensors keep their addresses
+NO_CACHE = NoCacheConfig.name

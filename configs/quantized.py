@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from configs.base import nearest
-from configs.cache import PlacedCacheConfig, SinkCacheConfig, check_residency
+from configs.cache import CacheConfig, PlacedCacheConfig, SinkCacheConfig, check_residency
 from configs.errors import ConfigError
 
 
@@ -64,8 +65,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     name: ClassVar[str] = "quantized"
     offloaded_as: ClassVar[str | None] = "offloaded_quantized"
     windowed_as: ClassVar[str | None] = None
-    choices: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "backend": tuple(CODECS),
+    choices: ClassVar[dict[str, Collection[Any]]] = {
+        "backend": CODECS,  # itself: those that are registered later too
         "nbits": tuple(sorted({bits for facts in CODECS.values() for bits in facts.bits})),
         "axis_key": (0, 1, -1),
         "axis_value": (0, 1, -1),
@@ -144,6 +145,9 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         if not facts.axes:
             return name in facts.per_channel
         return next(iter(facts.axes.values())) if axis is None else facts.axes[axis]
+
+    def without_kernels(self) -> CacheConfig:
+        return self if self.fused is not None else replace(self, fused=False)
 
     @property
     def changes_text(self) -> str | None:

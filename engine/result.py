@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from configs.cache import NO_CACHE
 from engine.tables import counted, facts, html_table
 
 _SHORT = 50  # characters of a text in a line
@@ -289,7 +290,7 @@ def nothing_generated(
 ) -> Generation:
     """The result of a run that ended before its first forward. prompts: [rows, columns]."""
     parsed = [None] * len(prompts) if constrained else None
-    stats = Stats("none", total_s=total_s, fallbacks=tuple(fallbacks))
+    stats = Stats(NO_CACHE, total_s=total_s, fallbacks=tuple(fallbacks))
     text = [""] * len(prompts) if with_text else None
     return Generation(prompts, [[] for _ in prompts], text, [None] * len(prompts), stats, cache=None, parsed=parsed)
 

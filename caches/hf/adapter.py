@@ -14,6 +14,7 @@ from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, Static
 from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
+from caches.spec.quirks import quirks_of
 from caches.torch_api import write_count
 from caches.transformers_api import follows_rows, quantized_parts, quantized_rows
 
@@ -128,10 +129,10 @@ class HFCacheAdapter:
 
     def check_fits(self, model_config: Any) -> None:
         """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
-        if model_config.model_type == "minimax":
+        if quirks_of(model_config).has_own_cache:
             raise UnsupportedLayerError(
-                f"MiniMax keeps the states of its lightning attention in the cache object, not in its layers, so a "
-                f"{self.name} cannot follow rows or take back a step here: use cache='dynamic'"
+                f"models of type {model_config.model_type!r} keep states in a cache of their own class, not in its "
+                f"layers, so a {self.name} cannot follow rows or take back a step here: use cache='dynamic'"
             )
         if (self._own is self._cache) == bool(model_config.is_encoder_decoder):
             wanted = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"

@@ -10,6 +10,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache
 
 from caches.errors import UnsupportedLayerError
+from caches.spec.quirks import quirks_of
 from caches.spec.rope import RopeRotation, read_rope
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
@@ -84,9 +85,6 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 
 
-_INDEX_WITH_POSITIONS = {"qwen4_exp_text"}  # model types whose indexer also keeps the positions of all tokens
-
-
 def read_specs(config: Any) -> tuple[LayerSpec, ...]:
     """One `LayerSpec` per decoder layer. config: the model's `PreTrainedConfig`."""
     config = _decoder(config)
@@ -145,7 +143,7 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
 
 def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     components, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
-    if INDEX in components and config.model_type in _INDEX_WITH_POSITIONS:
+    if INDEX in components and quirks_of(config).index_has_positions:
         components = (MODEL_SPECIFIC,)
     kept = frozenset(components)
     if MODEL_SPECIFIC in kept:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +11,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from caches.errors import UnsupportedLayerError
+from caches.spec.quirks import quirks_of
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,6 @@ class RopeRotation:
 
 UNROTATED = RopeRotation()
 
-# Model types that rotate keys in sliding-window layers only; the second set: only if they have such layers.
-_WINDOWS_ONLY = {"afmoe", "cohere2", "cohere2_moe", "flint"}
-_WINDOWS_ONLY_IF_ANY = {"exaone4", "exaone4_5_text", "exaone_moe", "kolibri1"}
-# Model types that rotate keys only if their configuration says so.
-_IF_CONFIGURED: dict[str, Callable[[Any], bool]] = {
-    "granitemoehybrid": lambda config: config.position_embedding_type == "rope",
-    "zamba2": lambda config: bool(config.use_mem_rope),
-}
 _DEPENDS_ON_LENGTH = {"dynamic", "longrope"}
 
 
@@ -97,12 +89,7 @@ def _is_unrotated(config: Any, index: int, layer_type: str) -> bool:
     rotated = getattr(config, "no_rope_layers", None)  # despite its name: 1 for layers with RoPE
     if rotated:
         return not rotated[index]
-    if config.model_type in _IF_CONFIGURED and _IF_CONFIGURED[config.model_type](config) is False:
-        return True
-    windows_only = config.model_type in _WINDOWS_ONLY or (
-        config.model_type in _WINDOWS_ONLY_IF_ANY and getattr(config, "sliding_window", None) is not None
-    )
-    return windows_only and layer_type == "full_attention"
+    return not quirks_of(config).rotated(config, layer_type)
 
 
 def _modeling_module(config: Any) -> Any:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 import caches
 from caches import EngineCache
+from configs.cache import DEFAULT_CACHE, NO_CACHE
 from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.model_session import ModelSession
 from engine.decoding.session_options import SessionOptions
@@ -80,5 +81,5 @@ class Draft:
     def _new_cache(self) -> EngineCache:
         with suppress(caches.UnsupportedLayerError):
             if self._runner.takes_cache:
-                return caches.build("dynamic", self.model.config)
-        return caches.build("none", self.model.config)
+                return caches.build(DEFAULT_CACHE, self.model.config)
+        return caches.build(NO_CACHE, self.model.config)

@@ -10,7 +10,8 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import caches
 from caches import EngineCache
-from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
+from configs import CacheConfig, EngineConfig, nearest
+from configs.cache import COMPILED_CACHE, DEFAULT_CACHE, NO_CACHE
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
 from engine.model.compiled_step import makes_graphs
@@ -52,7 +53,7 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
     if chosen is None or isinstance(chosen, (str, CacheConfig)):
         if call.trust_cache:
             raise OptionError("trust_cache=True is about a live cache, and none was given: leave it out")
-        check_new((config.cache or "dynamic") if chosen is None else chosen, options)
+        check_new((config.cache or DEFAULT_CACHE) if chosen is None else chosen, options)
         keeps_some = chosen is not None and (chosen == AUTO or not _configured(chosen, options).keeps_nothing)
         if use_cache is False and keeps_some:
             raise OptionError(f"use_cache=False contradicts cache={chosen!r}: leave one of them out")
@@ -112,17 +113,17 @@ def new_cache(
     """An empty cache for this request; of preliminary size before the encoder has run. takes_cache: of the runner."""
     chosen, options = choice.chosen, choice.options
     if chosen is None and request.config.use_cache is False:
-        chosen = "none"  # set by the call, or by the model's generation_config
+        chosen = NO_CACHE  # set by the call, or by the model's generation_config
     if chosen is None and config.cache is None and not takes_cache:
         warn_once(
             f"{type(model).__name__} takes no cache of keys and values: it runs with cache='none' and reads the whole "
             "text again for every token"
         )
-        chosen = "none"
+        chosen = NO_CACHE
     if chosen is None:
         chosen = config.cache
     if chosen is None:  # last the model's own setting, with its own options
-        chosen = request.config.cache_implementation or "dynamic"
+        chosen = request.config.cache_implementation or DEFAULT_CACHE
         options = request.config.cache_config if options is None else options
     run_shape, compiled = request.run_shape, makes_graphs(config.compile)
 
@@ -131,7 +132,7 @@ def new_cache(
             return caches.build(config.name, model.config, config)
 
     if chosen == AUTO and not request.is_encoded:
-        return empty_cache(_configured("static" if compiled else "dynamic", None), run_shape, build)
+        return empty_cache(_configured(COMPILED_CACHE if compiled else DEFAULT_CACHE, None), run_shape, build)
     if chosen == AUTO:
         chosen = _planned(model, request, compiled)
     configured = _configured(chosen, options)
@@ -155,8 +156,7 @@ def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig
 
 def _check_size(config: CacheConfig, size: int | None) -> None:
     """Raise `OptionError` where the call's `max_cache_len` does not apply to this cache."""
-    part = config.self_cache if isinstance(config, EncoderDecoderCacheConfig) else config
-    part = caches.recipe(part).options() if isinstance(part, str) else part
+    part = config.parts[0]
     own = part.to_dict().get("max_cache_len")
     if size is not None and not part.needs_size:
         raise OptionError(
@@ -173,4 +173,4 @@ def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheC
         return choose_cache(model, replace(request.run_shape, shares=not compiled), compiled)
     except InputError as error:
         warn_once(f"cache='auto' cannot plan this model, so it is 'dynamic': {error}")
-        return caches.recipe("dynamic").options()
+        return caches.recipe(DEFAULT_CACHE).options()

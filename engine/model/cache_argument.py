@@ -7,28 +7,26 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from caches.spec.quirks import quirks_of
 from caches.transformers_api import supports_default_dynamic_cache
 from engine.model.forward_parameters import forward_parameters
-
-# Model types whose forward refuses other classes of caches with use_cache=True, but uses them with use_cache=False.
-_REFUSES_OTHER_CLASSES = ("minimax",)
 
 
 @dataclass(frozen=True)
 class CacheArgument:
     """The parameter of a model's forward for the cache.
 
-    name: of the parameter. can_be_ours: whether the model accepts this project's caches. refuses_other_classes: see
-    `_REFUSES_OTHER_CLASSES`.
+    name: of the parameter. can_be_ours: whether the model accepts this project's caches. has_own: see
+    `caches.spec.quirks`.
     """
 
     name: str
     can_be_ours: bool
-    refuses_other_classes: bool
+    has_own: bool
 
     def inputs(self, handle: Any) -> dict[str, Any]:
         """The keyword arguments for a forward with this cache; handle: None for no cache."""
-        return {self.name: handle, "use_cache": handle is not None and not self.refuses_other_classes}
+        return {self.name: handle, "use_cache": handle is not None and not self.has_own}
 
 
 def cache_argument(model: PreTrainedModel) -> CacheArgument:
@@ -36,5 +34,5 @@ def cache_argument(model: PreTrainedModel) -> CacheArgument:
     taken = forward_parameters(model)
     # Models that keep only states call it cache_params.
     name = "cache_params" if "cache_params" in taken else "past_key_values"
-    refuses = model.config.model_type in _REFUSES_OTHER_CLASSES
-    return CacheArgument(name, name in taken and (refuses or supports_default_dynamic_cache(model)), refuses)
+    has_own = quirks_of(model.config).has_own_cache
+    return CacheArgument(name, name in taken and (has_own or supports_default_dynamic_cache(model)), has_own)

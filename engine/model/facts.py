@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -42,6 +42,7 @@ _WHYS = {
     "in cache": "a part of what was read is kept in the model's modules, not in the cache",
     "rows": "rows that change their places do not go on as they were",
     "all logits": "logits behind the last token are all that a forward returns",
+    "states": "hidden states have another form than [rows, tokens, width]",
     "joined": "other rows of a batch change what is computed of a row",
 }
 
@@ -73,7 +74,7 @@ class ModelFacts:
     models of this class, configuration and data type. Where a trial fails, or logits hardly depend on earlier tokens,
     the reason says so, and later calls try again.
 
-    plain_tokens, starts_again: see `engine.model.rope_frequencies`.
+    plain_tokens: see `engine.model.rope_frequencies`.
     """
 
     def __init__(self, runner: trials.Runs):
@@ -84,7 +85,11 @@ class ModelFacts:
                 self.renew(model_version(runner.model))
         self.dynamic_ropes = rope_frequencies.dynamic_ropes(runner.model)
         self.plain_tokens = rope_frequencies.plain_tokens(runner.model)
-        self.starts_again = rope_frequencies.starts_again(runner.model)
+
+    @cached_property
+    def starts_again(self) -> bool:
+        """See `engine.model.rope_frequencies`."""
+        return rope_frequencies.starts_again(self._model)
 
     @property
     def why_not_several(self) -> str | None:
@@ -115,6 +120,11 @@ class ModelFacts:
     def why_not_all_logits(self) -> str | None:
         """Why a forward of several tokens does not return the logits behind each of them."""
         return self._why("all logits", lambda text: text.has_all_logits)
+
+    @property
+    def why_not_states(self) -> str | None:
+        """Why the last hidden states of tokens cannot be compared."""
+        return self._why("states", lambda text: text.has_states)
 
     @property
     def why_not_joined(self) -> str | None:

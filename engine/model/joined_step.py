@@ -12,6 +12,7 @@ from transformers.utils import ModelOutput
 from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
 from caches.spec.accelerate_hooks import prompt_device
+from configs.cache import DEFAULT_CACHE
 from engine.model.columns import Columns
 from engine.model.trials import Scale, distance, rounding_of
 
@@ -48,7 +49,7 @@ def can_be_joined(model: PreTrainedModel, read: Feed, feed: Feed) -> bool | str 
     """
     if model.config.is_encoder_decoder:
         return "a model with an encoder reads another source for every row"
-    why = why_not_joined(build("dynamic", model.config))
+    why = why_not_joined(build(DEFAULT_CACHE, model.config))
     if why is not None:
         return why
     alone, together = _tried(model, read, feed)
@@ -65,7 +66,7 @@ def _tried(model: PreTrainedModel, read: Feed, feed: Feed) -> tuple[list[torch.T
     texts: list[tuple[torch.Tensor, Columns, EngineCache]] = []
     for tokens in (2, 7, 2, 7):
         ids = torch.arange(1, tokens + 1, device=device)[None]
-        columns, cache = Columns(torch.ones_like(ids), tokens + 2), build("dynamic", model.config)
+        columns, cache = Columns(torch.ones_like(ids), tokens + 2), build(DEFAULT_CACHE, model.config)
         read(ids, columns, cache, 0)
         cache.commit()
         texts.append((torch.cat([ids, new], dim=1), columns, cache))

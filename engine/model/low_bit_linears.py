@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from caches.spec.accelerate_hooks import is_dispatched
+from caches.spec.quirks import read_layers
 from caches.torch_api import KeepsDataTypes, int4_product, int8_product, pack_int4
 from engine.errors import OptionError
 from engine.model.linear_kernels import has_matrix_units, kernels
@@ -34,7 +35,6 @@ _PACKED = 64  # outputs that are packed together, 4 bits: the most of all proces
 _RANGES = torch.linspace(0.75, 1, 4, device="cpu").tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
 _MUCH = 0.25  # share of the bytes in full from which on there is a warning
-_READ = ("dt_proj", "classifier")  # layers whose weights models read: state spaces, and LongCat's router
 
 
 class _LowBitLinear(KeepsDataTypes):
@@ -300,9 +300,10 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
             f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
         )
     tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    read = read_layers()
     adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
     linears = {name: module for name, module in model.named_modules()
-               if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in _READ}  # fmt: skip
+               if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in read}  # fmt: skip
     del adapters
     replaced = len(known)
     with torch.no_grad():

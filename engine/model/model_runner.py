@@ -251,7 +251,7 @@ class ModelRunner:
     def forward_once(self, step: Step, inputs: ModelInputs) -> ModelOutput:
         """One forward of a trial: of the tokens of `step` at once, with the logits behind each of them."""
         Frequencies(self.model, self.facts.dynamic_ropes).resume()
-        return self._call(self.arguments.of(step, inputs, step.end - step.begin), step)
+        return self._call(self.arguments.of(step, inputs, step.end - step.begin) | inputs.flags, step)
 
     def first_keys(
         self, ids: torch.Tensor, columns: Columns, begin: int, end: int, inputs: ModelInputs, cross: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -16,8 +17,8 @@ def vocabulary_of(model: PreTrainedModel) -> int | None:
 def most_positions(model: PreTrainedModel) -> int | None:
     """None: no limit, or one that rotations stretch with the text."""
     config = model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) or 0
-    if config.model_type == "whisper":
-        positions = config.max_target_positions
+    table = getattr(model.get_decoder(), "embed_positions", None)
+    in_table = table.num_embeddings if isinstance(table, nn.Embedding) else 0
+    positions = getattr(config, "max_position_embeddings", None) or in_table
     rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     return None if positions <= 0 or rope_type == "dynamic" else positions

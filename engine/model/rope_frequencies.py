@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 _NAMES = ("inv_freq", "max_seq_len_cached", "attention_scaling")
-_START_AGAIN = {"phi3", "phimoe", "phi4_multimodal"}  # which read all tokens again once a text gets longer
 _last: WeakKeyDictionary[nn.Module, ref[Frequencies]] = WeakKeyDictionary()  # the run that used a model last
 
 
@@ -42,8 +42,16 @@ def _plain_tokens(rope: nn.Module) -> Iterator[int]:
 
 
 def starts_again(model: PreTrainedModel) -> bool:
-    """Whether a model reads all tokens again when a text gets longer than `plain_tokens`."""
-    return model.config.get_text_config(decoder=True).model_type in _START_AGAIN
+    """Whether transformers' `generate` leaves the cache of a model when a text gets longer than `plain_tokens`, and so
+    reads all tokens again."""
+    tokens = plain_tokens(model)
+    if not tokens or not isinstance(model, GenerationMixin):
+        return False
+    ids = torch.ones(1, tokens + 1, dtype=torch.long, device="cpu")
+    past, keys = DynamicCache(), torch.zeros(1, 1, tokens, 1, device="cpu")
+    past.update(keys, keys, 0)
+    inputs = model.prepare_inputs_for_generation(ids, past_key_values=past, attention_mask=ids, use_cache=True)
+    return inputs.get("past_key_values") is None
 
 
 class Frequencies:

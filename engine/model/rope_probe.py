@@ -12,6 +12,7 @@ from caches import Cache, EngineCache, UnsupportedLayerError, build
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
 from caches.spec.model_version import model_version
+from configs.cache import DEFAULT_CACHE
 from engine.model.columns import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
 
@@ -64,7 +65,7 @@ def _keys(runner: ModelRunner, begin: int) -> list[torch.Tensor | None]:
     """The keys of every layer for `_TOKENS` tokens from position `begin` on, [1, kv_heads, tokens, head_dim]."""
     ids = torch.arange(_TOKENS, device=prompt_device(runner.model))[None]
     positions = torch.arange(begin, begin + _TOKENS, device=ids.device)[None]
-    cache = build("dynamic", runner.model.config)
+    cache = build(DEFAULT_CACHE, runner.model.config)
     assert isinstance(cache, Cache)
     with torch.no_grad():
         runner.feed(ids, Columns(torch.ones_like(ids), _TOKENS, positions), cache, options=ForwardOptions(prefill=True))

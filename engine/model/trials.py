@@ -10,7 +10,7 @@ import copy
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import prompt_device
 from caches.torch_api import hooks_of
 from caches.transformers_api import accelerate_hook
+from configs.cache import DEFAULT_CACHE
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
@@ -156,6 +157,15 @@ class Text:
     def has_all_logits(self) -> bool:
         return len(self._read_at_once) == self._tokens
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a forward returns hidden states [rows, tokens, width]."""
+        inputs = replace(_other_inputs(self._runner.model, 1), flags={"output_hidden_states": True})
+        columns = Columns(torch.ones_like(self._ids), self._tokens)
+        outputs = self._forward(self._ids, columns, self._new_cache(), self._tokens, inputs)
+        states = outputs.get("hidden_states") or outputs.get("decoder_hidden_states")
+        return bool(states) and states[-1].shape[:-1] == self._ids.shape
+
     def interrupted(self) -> torch.Tensor:
         """As `one_by_one`, while another text is read behind the cut."""
         cache = self._new_cache()
@@ -184,19 +194,26 @@ class Text:
         for end in ends:
             real = torch.ones_like(ids[:, :end]) if mask is None else mask[:, :end]
             begin = cache.total_tokens
-            columns = Columns(real, ids.shape[1])
-            if begin == 0:
-                attention_view(cache).set_padding(columns.left_padding)
-            step = Step(ids, columns, cache, 0, begin, end, begin == 0)
-            cache.begin(end - begin)
-            try:
-                logits = self._runner.forward_once(step, inputs).logits[:, begin - end :]
-            except BaseException:
-                cache.abort()
-                raise
-            cache.commit()
+            logits = self._forward(ids, Columns(real, ids.shape[1]), cache, end, inputs).logits[:, begin - end :]
         assert logits is not None
         return logits[0] if len(ids) == 1 else logits[:, -1]
+
+    def _forward(
+        self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int, inputs: ModelInputs
+    ) -> ModelOutput:
+        """A step that goes on from `cache` up to column `end` of `ids`."""
+        begin = cache.total_tokens
+        if begin == 0:
+            attention_view(cache).set_padding(columns.left_padding)
+        step = Step(ids, columns, cache, 0, begin, end, begin == 0)
+        cache.begin(end - begin)
+        try:
+            outputs = self._runner.forward_once(step, inputs)
+        except BaseException:
+            cache.abort()
+            raise
+        cache.commit()
+        return outputs
 
     def _new_cache(self) -> EngineCache:
         model = self._runner.model
@@ -204,7 +221,7 @@ class Text:
             return HFCacheAdapter(DynamicCache(config=model.config))  # which hooks may shorten
         if self._runner.takes_cache:
             with suppress(UnsupportedLayerError):
-                return build("dynamic", model.config)
+                return build(DEFAULT_CACHE, model.config)
         return NoCache()
 
     def _padding(self) -> torch.Tensor:

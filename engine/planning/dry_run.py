@@ -15,7 +15,7 @@ from caches.attention.segmented_tensor import SegmentedTensor, segments_of
 from caches.protocol import attention_view
 from caches.quantization.fused_attention import QuantizedSegment
 from caches.registry import build_layers
-from configs import CacheConfig, QuantizedCacheConfig
+from configs import CacheConfig
 from engine.model.masks import check_takes_masks
 from engine.planning.cache_size import empty_cache
 from engine.planning.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
@@ -95,8 +95,7 @@ class _DryRun:
         self.materialized_bytes = self.chunk = 0
 
     def _build(self, config: CacheConfig) -> EngineCache:
-        if self._pinned and isinstance(config, QuantizedCacheConfig) and config.fused is None:  # kernels are for CPUs
-            config = config.update(fused=False)[0]
+        config = config.without_kernels() if self._pinned else config
         return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
 
     def check_length(self) -> None:

@@ -18,6 +18,7 @@ import caches
 from caches import LayerSpec, read_specs
 from caches.out_of_memory import is_out_of_memory
 from caches.transformers_api import attn_implementation, model_from_config
+from configs.cache import DEFAULT_CACHE
 from engine.errors import EngineError, InputError
 from engine.model.cache_argument import cache_argument
 from engine.model.forward_parameters import forward_parameters
@@ -227,7 +228,7 @@ class _Inspection:
         None where the model takes no cache, or keeps what no cache here can hold.
         """
         try:
-            cache: Any = caches.build("dynamic", self.config) if self._cache_argument.can_be_ours else None
+            cache: Any = caches.build(DEFAULT_CACHE, self.config) if self._cache_argument.can_be_ours else None
         except caches.CacheError:
             return None
         if cache is not None:

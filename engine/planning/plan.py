@@ -14,6 +14,7 @@ import caches
 import strategies
 from caches.spec.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
+from configs.cache import NO_CACHE
 from engine.errors import InputError, OptionError
 from engine.model.facts import stored_whys
 from engine.model.loading import load, load_config
@@ -153,7 +154,7 @@ def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) ->
             return config
     choice, why = choose(found, free)
     if choice is None:
-        return caches.recipe("none").options()
+        return caches.recipe(NO_CACHE).options()
     logging.getLogger("engine").warning(f"cache='auto': {why}")
     return configs[found.index(choice)]
 

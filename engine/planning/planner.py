@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 import caches
 from caches.protocol import attention_view
 from configs import CacheConfig, ConfigError
+from configs.cache import COMPILED_CACHE, DEFAULT_CACHE
 from engine.model.device_state import reads_late
 from engine.planning.cache_size import empty_cache
 from engine.planning.dry_run import CacheUsage, dry_run
@@ -42,9 +43,10 @@ class PlannedModel:
 def lossless(device: torch.device, compiled: bool = False) -> list[CacheConfig]:
     """The caches that change no result, the fastest first. A compiled step needs one whose tensors never move."""
     if compiled:
-        return [caches.recipe("static").options()]
-    offloaded = {"residency": "disk"} if device.type == "cpu" else {}  # on a CPU, host memory is what runs out
-    return [caches.recipe("dynamic").options(), caches.recipe("offloaded").options.from_dict(offloaded)]
+        return [caches.recipe(COMPILED_CACHE).options()]
+    default = caches.recipe(DEFAULT_CACHE).options()
+    offloaded = default.offloaded("disk" if device.type == "cpu" else "host")  # a CPU's memory is the host's
+    return [default] if offloaded is None else [default, offloaded]
 
 
 class Planner:

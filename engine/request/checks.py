@@ -13,6 +13,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from caches import EngineCache
 from caches.protocol import attention_view
 from caches.spec.accelerate_hooks import input_embeddings, prompt_device
+from caches.spec.quirks import quirks_of
 from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
@@ -22,9 +23,6 @@ from engine.request.parameters import SAMPLING
 from engine.tables import lengths
 from strategies import Strategy
 from strategies.operations import needs_of
-
-# Models whose own `generate` comes down to the usual one for everything but what it refuses.
-_GENERATE_ALIKE = {"granite_speech", "janus", "whisper"}
 
 
 def check_model(model: PreTrainedModel) -> None:
@@ -41,7 +39,7 @@ def check_model(model: PreTrainedModel) -> None:
             "from_pretrained(...), which brings its weights"
         )
     own = type(model).generate is not GenerationMixin.generate
-    if own and model.config.model_type not in _GENERATE_ALIKE:
+    if own and not quirks_of(model.config).generates_alike:
         raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
 
 

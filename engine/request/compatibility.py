@@ -20,8 +20,6 @@ from engine.request.guidance import check_padding_is_neutral
 from engine.request.request import Request
 from engine.tables import lengths
 
-_OTHER_STATES = ("gemma3n_text",)  # model types
-
 
 def check_together(runner: ModelRunner, cache: EngineCache, request: Request, compile: str) -> None:
     """Refuse what model, cache and request cannot do together: `OptionError`, `InputError`, `caches.CacheError`."""
@@ -42,11 +40,6 @@ def check_together(runner: ModelRunner, cache: EngineCache, request: Request, co
         raise OptionError(
             f"{request.strategy.name} makes several rows of each prompt, and rows of a prompt with images or sounds "
             "cannot change places without a cache: use cache='dynamic'"
-        )
-    if request.needs.hidden_states and model.config.get_text_config(decoder=True).model_type in _OTHER_STATES:
-        raise OptionError(
-            f"{request.strategy.name} compares hidden states [rows, columns, width], and those of "
-            f"{type(model).__name__} have another form: use another strategy"
         )
     if cache.total_tokens > 0 and request.needs.hidden_states:
         raise OptionError(
@@ -121,6 +114,9 @@ def _check_facts(runner: ModelRunner, cache: EngineCache, request: Request) -> N
     why = facts.why_not_all_logits if request.needs.verifies or request.needs.hidden_states else None
     if why is not None:
         raise OptionError(f"{request.strategy.name} needs logits behind every token, and in {name} {why}: use another")
+    why = facts.why_not_states if request.needs.hidden_states else None
+    if why is not None:
+        raise OptionError(f"{request.strategy.name} compares hidden states, and in {name} {why}: use another")
     why = facts.why_not_reordered if request.needs.rows_per_prompt > 1 and cache.handle is not None else None
     if why is not None:
         raise OptionError(

@@ -18,6 +18,7 @@ from caches.out_of_memory import is_out_of_memory
 from caches.spec.read_by import ReadBy
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
+from configs.cache import DEFAULT_CACHE
 from engine.chats import OPTIONS, TemplateOptions
 from engine.decoding.pauses import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
@@ -241,7 +242,7 @@ class Chat:
         if self.cache is not None:
             return str(self.cache.name)
         used = None if self.last is None else self.last.stats.cache
-        named = (self._backend["cache"], used, self._generator.config.cache, "dynamic")
+        named = (self._backend["cache"], used, self._generator.config.cache, DEFAULT_CACHE)
         chosen = next(one for one in named if one is not None)
         return chosen if isinstance(chosen, str) else str(chosen.name)
 

@@ -59,7 +59,7 @@ def test_minimax_in_pieces_and_in_the_next_turn(minimax):
 
 def test_minimax_refuses_caches_of_transformers(minimax):
     for theirs in (MiniMaxCache(), transformers.DynamicCache()):
-        with pytest.raises(caches.UnsupportedLayerError, match=r"MiniMax keeps the states .* use cache='dynamic'"):
+        with pytest.raises(caches.UnsupportedLayerError, match=r"'minimax' keep states .* use cache='dynamic'"):
             engine.generate(minimax, prompt(), past_key_values=theirs, max_new_tokens=NEW)
 
 

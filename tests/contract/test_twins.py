@@ -1,20 +1,18 @@
 """A backend, a codec or a strategy under another name gives the same answers: nothing asks for names but registries."""
 
-import ast
 import functools
 import json
 import logging
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from architectures import tiny_model
+from compared import comparisons
 from encoder_decoders import tiny_encoder_decoder
 from injection import failing
+from strategy_cases import OPTIONS as OPTIONS_OF_STRATEGIES
 
 import caches
 import configs
@@ -26,10 +24,16 @@ from caches.registry import _warn_once
 from configs import EngineConfig
 from strategies import registry as strategy_registry
 
-ROOT = Path(caches.__file__).parents[1]
 REGISTRIES = {"caches/backends.py", "caches/quantization/codec.py", "configs/cache.py", "configs/quantized.py"}
-# Words of others that are spelled like one of ours: of RoPE, of OpenAI's tools, of a package, of layers.
+# Words of others that are spelled like one of ours: of RoPE, of OpenAI's tools, of packages, layers and parameters.
 OTHER_WORDS = {
+    ("caches/spec/model_version.py", "dynamic"),
+    ("caches/spec/rope.py", "dynamic"),
+    ("caches/spec/quirks.py", "mamba"),
+    ("engine/model/low_bit_linears.py", "hqq"),
+    ("engine/request/parameter_hints.py", "quantized"),
+    ("engine/request/parameter_hints.py", "sliding_window"),
+    ("engine/serving/http/protocol.py", "none"),
     ("engine/model/model_sizes.py", "dynamic"),
     ("engine/model/rope_frequencies.py", "dynamic"),
     ("engine/serving/http/reading.py", "none"),
@@ -48,33 +52,9 @@ OPTIONS = {
 }
 
 
-def _compared(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and text of every text that something is compared with, or that selects an entry of a table."""
-    for node in ast.walk(tree):
-        operands: list[Any] = []
-        if isinstance(node, ast.Compare):
-            operands = [node.left, *node.comparators]
-        elif isinstance(node, ast.MatchValue):
-            operands = [node.value]
-        elif isinstance(node, ast.Dict):
-            operands = [key for key in node.keys if key is not None]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "with" in node.func.attr:
-            operands = node.args  # startswith, endswith
-        for operand in operands:
-            texts = operand.elts if isinstance(operand, ast.Tuple | ast.List | ast.Set) else [operand]
-            yield from ((node.lineno, text.value) for text in texts if isinstance(text, ast.Constant))
-
-
 def test_names_are_compared_in_registries_alone():
     names = {*caches.names(), *strategies.names(), *configs.CODECS}
-    quoted = re.compile("|".join(f'"{name}"' for name in names))
-    asked = []
-    for folder in ("engine", "caches", "strategies", "configs"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            place, code = path.relative_to(ROOT).as_posix(), path.read_text()
-            if place not in REGISTRIES and quoted.search(code):
-                compared = [(line, text) for line, text in _compared(ast.parse(code)) if text in names]
-                asked += [f"{place}:{line}: {text}" for line, text in compared if (place, text) not in OTHER_WORDS]
+    asked = comparisons(names, REGISTRIES, OTHER_WORDS)
     assert not asked, "a fact of the backend in its configuration answers this, and a plug-in's too"
 
 
@@ -93,33 +73,46 @@ def twins(monkeypatch) -> None:
         caches.register(twin, any_layers=recipe.any_layers)(build)
 
 
-def outcome(model, name: str, config: EngineConfig, at=(), **asked: Any) -> dict[str, Any]:
-    """What a run with this cache comes to; messages and descriptions are part of it."""
+@pytest.fixture
+def codec_twins(monkeypatch) -> None:
+    for table in (configs.CODECS, CHOICES):
+        for name in list(table):
+            monkeypatch.setitem(table, f"{name}_twin", table[name])
+
+
+@pytest.fixture
+def strategy_twins(monkeypatch) -> None:
+    monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
+    for strategy in list(strategy_registry._strategies.values()):
+        defaults = {field.name: field.default for field in fields(strategy)}
+        twin = type("Twin", (strategy,), defaults | {"name": f"{strategy.name}_twin"})
+        strategies.register(dataclass(frozen=True)(twin))
+
+
+def outcome(model, config: EngineConfig, at=(), **asked: Any) -> dict[str, Any]:
+    """What a run comes to; messages and descriptions are part of it."""
     ids = torch.arange(3, 33)[None]
     try:
         with failing(model, at=at, all_happen=False):
-            options = OPTIONS.get(name.removesuffix("_twin"))
-            out = engine.Generator(model, config=config).generate(
-                ids, cache=name, cache_config=options, max_new_tokens=6, **asked
-            )
+            out = engine.Generator(model, config=config).generate(ids, max_new_tokens=6, **asked)
     except engine.EngineError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     return {"tokens": out.tokens, "cache": out.stats.cache, "fallbacks": list(map(str, out.stats.fallbacks))}
 
 
-def answers(model, name: str) -> str:
-    """All that differs between backends, as text without the name's suffix."""
-    options = OPTIONS.get(name.removesuffix("_twin"))
-    free = {"free_bytes": 10**9}
-    plan = engine.plan(model, prompt_tokens=30, max_new_tokens=6, cache=name, cache_config=options, **free)
+def answers(model, name: str, **options: Any) -> str:
+    """All that differs between backends, as text without the suffix of names."""
+    options = OPTIONS.get(name.removesuffix("_twin"), {}) | options
+    free, cache = {"free_bytes": 10**9}, {"cache": name, "cache_config": options}
+    plan = engine.plan(model, prompt_tokens=30, max_new_tokens=6, **cache, **free)
     answers = [plan.why, plan.choice, vars(plan[name])]
-    answers.append(outcome(model, name, EngineConfig()))  # the first one measures the model too
+    answers.append(outcome(model, EngineConfig(), **cache))  # the first one measures the model too
     most = max(1, 7 * sum(plan[name].cache_bytes.values()) // 10)
     for action in ("offload", "slide"):
-        answers.append(outcome(model, name, EngineConfig(max_cache_bytes=most, over_budget=action)))
+        answers.append(outcome(model, EngineConfig(max_cache_bytes=most, over_budget=action), **cache))
     for fallbacks in ("offload", "quantize"):
-        answers.append(outcome(model, name, EngineConfig(on_oom=(fallbacks,)), at=[(1, 0)]))
-    answers.append(outcome(model, name, EngineConfig(), use_cache=False))
+        answers.append(outcome(model, EngineConfig(on_oom=(fallbacks,)), at=[(1, 0)], **cache))
+    answers.append(outcome(model, EngineConfig(), use_cache=False, **cache))
     return json.dumps(answers, default=str, indent=1).replace("_twin", "")
 
 
@@ -138,8 +131,81 @@ def test_a_backend_under_another_name_gives_the_same_answers(twins, name):
     assert answers(model, f"{name}_twin") == answers(model, name)
 
 
+IN_ALL = ["kivi", *(pytest.param(name, marks=pytest.mark.slow) for name in ("quanto", "hqq", "fp8"))]
+
+
+@pytest.mark.parametrize("codec", IN_ALL)
+def test_a_codec_under_another_name_gives_the_same_answers(codec_twins, cli, tmp_path, codec):
+    facts, model = configs.CODECS[codec], tiny_model("llama")
+    if facts.package is not None:
+        pytest.importorskip(facts.package)
+    original = answers(model, "quantized", backend=codec)
+    assert answers(model, "quantized", backend=f"{codec}_twin") == original
+    texts = []
+    for backend in (codec, f"{codec}_twin"):
+        cache = {"cache": "quantized", "cache_config": OPTIONS["quantized"] | {"backend": backend}}
+        out = engine.generate(model, torch.arange(3, 33)[None], max_new_tokens=6, **cache)
+        out.cache.save(tmp_path / backend, model)
+        again = caches.load(tmp_path / backend, model)
+        texts.append(engine.generate(model, out.sequences, cache=again, max_new_tokens=6).tokens)
+    assert texts[0] == texts[1]
+    shown = cli(["caches", "quantized"])
+    assert shown.exit_code == 0
+    assert f"{codec}_twin" in shown.stdout
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_a_strategy_under_another_name_gives_the_same_texts(strategy_twins, name):
+    model, options = tiny_model("llama"), OPTIONS_OF_STRATEGIES.get(name, {}) | {"seed": 1}
+    if name == "assisted":
+        options |= {"assistant_model": model}
+
+    def told(asked: str) -> str:
+        strategy = {"strategy": asked, **options}
+        runs = [outcome(model, EngineConfig(), **strategy)]
+        for fallback in ("chunk", "split"):
+            runs.append(outcome(model, EngineConfig(on_oom=(fallback,)), at=[(0, 0), (3, 0)], **strategy))
+        for more in ({"top_logprobs": 2}, {"do_sample": True}, {"do_sample": False}, {"cache": "none"}, {"top_p": 0.5},
+                     {"num_beams": 2}, {"output_scores": True, "cache": "quantized"}):  # fmt: skip
+            runs.append(outcome(model, EngineConfig(), **strategy | more))
+        return json.dumps(runs, indent=1).replace("_twin", "")
+
+    original = told(name)
+    assert "tokens" in original
+    assert told(f"{name}_twin") == original
+
+
+def test_a_server_says_the_same(twins, strategy_twins):
+    pytest.importorskip("fastapi", reason="the extra serve is not installed")
+    from served import NAME, served
+
+    asked = [{"cache": "quantized", "cache_config": OPTIONS["quantized"]}, {"cache": "none"},
+             {"strategy": "beam", "num_beams": 2}]  # fmt: skip
+    refused = [{"cache": "sink"}, {"cache": "quantized", "cache_config": {"backend": "other"}}]
+
+    def told(server, options: dict[str, Any]) -> str:
+        body = {"model": NAME, "messages": [{"role": "user", "content": "import os"}], "max_tokens": 6}
+        answer = server.http.post("/v1/chat/completions", json=body | {"temperature": 0, "engine": options})
+        said = {name: value for name, value in answer.json().items() if name not in ("id", "created")}
+        return json.dumps([answer.status_code, said]).replace("_twin", "")
+
+    with served(engine.Generator(engine.SHIPPED_MODEL)) as server:
+        for options in asked + refused:
+            other = {key: f"{value}_twin" if key in ("cache", "strategy") else value for key, value in options.items()}
+            original = told(server, options)
+            assert ("error" in original) == (options in refused), original
+            assert told(server, other) == original
+
+
 @pytest.mark.parametrize("name", ["quantized", "none"])
 def test_the_command_line_says_the_same(twins, cli, name):
+    texts = []
+    for asked in (name, f"{name}_twin"):
+        done = cli(["generate", "import os\n", "--cache", asked, "--max-new-tokens", "4", "--json"])
+        assert done.exit_code == 0, done.stderr
+        found = json.loads(done.stdout.replace("_twin", ""))
+        texts.append((found["rows"], found["stats"]["cache"], found["stats"]["cache_bytes"]))
+    assert texts[0] == texts[1]
     for arguments in (["plan", "--prompt-tokens", "64", "--max-new-tokens", "8", "--cache"], ["caches"]):
         said = []
         for asked in (name, f"{name}_twin"):
@@ -188,16 +254,9 @@ def test_few_bits_of_keys_per_token_warn_once_before_any_work(monkeypatch, caplo
     assert not warns or ("backend='kivi'" in said[0] and repr(name) in said[0])
 
 
-def test_a_strategy_under_another_name_has_the_limits_of_the_original(monkeypatch):
+def test_a_strategy_under_another_name_has_the_limits_of_the_original(strategy_twins):
     from engine.serving.http.protocol import ChatRequest
     from engine.serving.http.reading import Limits, parameters
-
-    monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
-    for strategy in (strategies.Beam, strategies.Contrastive):
-        values = {field.name: field.default for field in fields(strategy)}
-        strategies.register(
-            dataclass(frozen=True)(type("Twin", (strategy,), values | {"name": f"{strategy.name}_twin"}))
-        )
 
     def asked(name: str, **more: Any) -> str:
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "engine": {"strategy": name}} | more
