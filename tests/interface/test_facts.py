@@ -276,6 +276,16 @@ def test_a_trial_that_failed_is_made_again_when_its_model_has_changed(llama, tmp
     assert generator.prefill(ids_of(9, 0)).ids.shape == (1, 9)
 
 
+def test_states_of_several_kinds_per_token_are_not_compared(tmp_path, monkeypatch):
+    """Layers of Gemma 3n hand on four states of every token."""
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
+    options = {"penalty_alpha": 0.6, "top_k": 3, "max_new_tokens": NEW}
+    with pytest.raises(engine.OptionError, match=r"contrastive compares .* another form than \[rows, tokens, width\]"):
+        engine.generate(made("gemma3n_text"), ids_of(9, 0), **options)
+    for name in ("llama", "mamba2"):
+        assert engine.generate(made(name), ids_of(9, 0), **options).tokens
+
+
 def test_a_plan_says_what_was_tried(monkeypatch, tmp_path):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
     model = randomised(*MORE_ARCHITECTURES["mamba2"])
@@ -296,6 +306,7 @@ FOLLOWS = {
     "in cache": "a text is read again after another one was computed, tokens were taken back, or rows changed places",
     "rows": "several beams or samples of a prompt are refused",
     "all logits": "drafts, prompt lookup and contrastive search are refused",
+    "states": "contrastive search is refused",
     "joined": "prompts of a batch take their steps one by one",
 }
 
@@ -303,7 +314,7 @@ FOLLOWS = {
 def not_so_of(name):
     generator = engine.Generator(made(name))
     facts = generator.facts
-    whys = {"padded": facts.why_not_padded, "all logits": facts.why_not_all_logits}
+    whys = {"padded": facts.why_not_padded, "all logits": facts.why_not_all_logits, "states": facts.why_not_states}
     if generator._runner.takes_cache:
         whys |= {"several": facts.why_not_several, "cut": facts.why_not_cut, "in cache": facts.why_not_in_cache}
         whys["padding between"] = facts.why_not_padding_between(caches.build("dynamic", generator.model.config))

@@ -5,12 +5,12 @@ import functools
 
 import pytest
 import torch
-from architectures import prompt, randomised
+from architectures import prompt, randomised, tiny_model
 from fallbacks import OutAt
 from transformers import AutoTokenizer
 
 import engine
-from engine.model.rope_frequencies import plain_tokens
+from engine.model.rope_frequencies import plain_tokens, starts_again
 
 PLAIN = 24  # tokens up to which keys depend on positions alone
 FACTORS = {"short_factor": [1.0] * 4, "long_factor": [6.0, 4.0, 10.0, 8.0]}
@@ -52,6 +52,20 @@ def differs_by_length(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_longer_texts_are_others(kind):
     assert differs_by_length(kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "again"), [("phi3", True), ("phimoe", True), ("phi4_multimodal", True), ("llama", False)]
+)
+def test_which_models_read_all_tokens_again_is_tried(name, again):
+    config = copy.deepcopy(tiny_model(name).config)
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    factors = {name: values[:1] * (width // 2) for name, values in FACTORS.items()}
+    scales = {"partial_rotary_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
+    config.rope_parameters = ROPES["longrope"] | factors | scales
+    config.original_max_position_embeddings = PLAIN
+    assert starts_again(type(tiny_model(name))(config)) == again
+    assert not starts_again(tiny_model(name))
 
 
 @pytest.mark.parametrize("kind", KINDS)
