@@ -168,7 +168,8 @@ def test_a_strategy_under_another_name_gives_the_same_texts(strategy_twins, name
         for fallback in ("chunk", "split"):
             runs.append(outcome(model, EngineConfig(on_oom=(fallback,)), at=[(0, 0), (3, 0)], **strategy))
         for more in ({"top_logprobs": 2}, {"do_sample": True}, {"do_sample": False}, {"cache": "none"}, {"top_p": 0.5},
-                     {"num_beams": 2}, {"num_beams": 2, "top_logprobs": 2}, {"output_scores": True, "cache": "quantized"}):  # fmt: skip
+                     {"num_beams": 2}, {"num_beams": 2, "top_logprobs": 2},
+                     {"output_scores": True, "cache": "quantized"}):  # fmt: skip
             runs.append(outcome(model, EngineConfig(), **strategy | more))
         return json.dumps(runs, indent=1).replace("_twin", "")
 
