@@ -141,7 +141,9 @@ def test_a_codec_under_another_name_gives_the_same_answers(codec_twins, cli, tmp
     if facts.package is not None:
         pytest.importorskip(facts.package)
     of_both = (answers(model, "quantized", backend=backend) for backend in (codec, f"{codec}_twin"))
-    said, of_twin = (re.sub(r'\s*"?backend"?[=:]\s*"?\w+"?,?', "", text) for text in of_both)  # the default is not said
+    said, of_twin = (
+        re.sub(r"""\s*['"]?backend['"]?[=:]\s*['"]?\w+['"]?,?""", "", text) for text in of_both
+    )  # the default is not said
     assert said == of_twin
     texts = []
     for backend in (codec, f"{codec}_twin"):
