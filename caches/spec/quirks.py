@@ -44,15 +44,15 @@ class Quirks:
 
 
 _QUIRKS = {
-    # Attention rotates `if self.sliding_window is not None`, or `if self.is_local_attention`.
+    # Attention rotates keys `if self.sliding_window is not None`, `if self.is_local_attention`, or
+    # `if self.sliding_window is None or self.is_sliding`, where the first is of the whole model.
     "afmoe": Quirks(rotated=_windows),
     "cohere2": Quirks(rotated=_windows),
     "cohere2_moe": Quirks(rotated=_windows),
-    "flint": Quirks(rotated=_windows),
-    # Attention rotates `if self.sliding_window is None or self.is_sliding`, and all layers have the model's window.
     "exaone4": Quirks(rotated=_windows_if_any),
-    "exaone_moe": Quirks(rotated=_windows_if_any),
-    "kolibri1": Quirks(rotated=_windows_if_any),
+    "exaone_moe": Quirks(rotated=_windows),  # a model without a window cannot be made
+    "flint": Quirks(rotated=_windows),
+    "kolibri1": Quirks(rotated=_windows),  # likewise
     # Models without the option have no rotary embedding, though its class is in their code.
     "granitemoehybrid": Quirks(rotated=lambda config, _: config.position_embedding_type == "rope"),
     "zamba2": Quirks(rotated=lambda config, _: bool(config.use_mem_rope)),
