@@ -141,10 +141,12 @@ class Cache(SharedMethods, TransformersCache):
 
         Further arguments (`cache_kwargs` of older releases) are accepted: nothing in them is needed.
         """
+        stack = self.stack
+        if stack.is_announced and stack.layout.expected is None:  # the usual case of `_used`: once per layer and token
+            return stack.layer(layer_idx, KV).append(key_states, value_states)
         layer = self._used(layer_idx, KV, "update", key_states.shape[-2], key_states)
         keys_and_values = layer.append(key_states, value_states)
-        if not self.stack.is_announced:  # `_reached`, in the one call of every layer and token
-            self.implicit.reached.add((layer_idx, KV))
+        self._reached(layer_idx, KV)
         return keys_and_values
 
     def open_slots(self, layer_idx: int) -> OpenSlots | None:

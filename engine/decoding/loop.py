@@ -30,7 +30,7 @@ from engine.request.encoder import encoder_records
 from engine.request.request import Request
 from engine.result import Fallback, Generation, Stats, StreamChunk
 from engine.warn_once import warn_once
-from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Operation, Report, Rows
+from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Report, Rows
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
@@ -203,14 +203,9 @@ class DecodingLoop:
         """Free the memory of the cache until the next forward."""
         self._session.park()
 
-    def perform(self, operation: Operation, computed: ModelOutput | None = None) -> tuple[Any, list[StreamChunk]]:
-        """Carry out one operation of the flow: its result, and what there is to show.
-
-        computed: the outputs of a `Forward` that was part of a joined step.
-        """
+    def perform(self, operation: Emit | Crop | Rows | Report | Finish) -> tuple[Any, list[StreamChunk]]:
+        """Carry out one operation of the flow, not a `Forward`: its result, and what there is to show."""
         match operation:
-            case Forward():
-                return self._forward(operation, computed), []
             case Emit(tokens, scores):
                 chunks = self._emit(tokens, scores)
                 return self._tokens.ids, chunks
@@ -235,7 +230,8 @@ class DecodingLoop:
             case Finish():
                 return None, self._finish(operation)
 
-    def _forward(self, forward: Forward, computed: ModelOutput | None) -> Any:
+    def forward(self, forward: Forward, computed: ModelOutput | None = None) -> Any:
+        """Carry out a `Forward`: its result. computed: the outputs, where it was part of a joined step."""
         fed: int | None = self._session.fed
         if fed and not self.clock.has_first_token:  # these tokens are the first, though a search emits them at its end
             self.clock.first_token()

@@ -199,7 +199,12 @@ class ModelSession:
         try:
             while True:
                 try:
-                    return self._ranks.together(partial(self._fed, end, prefill, collected))
+                    with self._ranks.together():
+                        self._ranks.note([self.cache.total_tokens])
+                        self.cache.finish()
+                        if self._options.make_room is not None:
+                            self._options.make_room(self, self.waiting)
+                        return self.executor.run(self._ids.ids[:, :end], prefill, collected)
                 except BaseException as error:
                     if isinstance(error, (PeerError, PeerOutOfMemory)):  # here the step may be complete
                         self.cache.abort()
@@ -224,13 +229,6 @@ class ModelSession:
             raise
         finally:
             self._goal = 0
-
-    def _fed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
-        self._ranks.note([self.cache.total_tokens])
-        self.cache.finish()
-        if self._options.make_room is not None:
-            self._options.make_room(self, self.waiting)
-        return self.executor.run(self._ids.ids[:, :end], prefill, collected)
 
     def _meet(self) -> None:
         """After a failure: go back to the tokens that the caches of all ranks hold."""
@@ -262,15 +260,12 @@ class ModelSession:
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
         """`work()`, repeated after each fallback when memory is out. repeats: whether it can be. Raises `Exhausted`."""
         done: list[T] = []  # on a rank where it went well it is not repeated
-
-        def until_done() -> T:
-            if not done:
-                done.append(work())
-            return done[0]
-
         while True:
             try:
-                return self._ranks.together(until_done)
+                with self._ranks.together():
+                    if not done:
+                        done.append(work())
+                return done[0]
             except BaseException as error:
                 failure = self._out_of_memory(error) if done or repeats() else None
                 if not self._ranks.recovers(failure is not None):
@@ -414,7 +409,8 @@ class ModelSession:
         try:
             while True:
                 try:
-                    self._ranks.together(select)
+                    with self._ranks.together():
+                        select()
                     return
                 except BaseException as error:
                     selected |= isinstance(error, PeerOutOfMemory)

@@ -213,8 +213,13 @@ class ModelFacts:
     def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:
         device, others = prompt_device(self._model).type, _other_windows(self._model.config)
         try:
-            with torch.no_grad(), torch.autocast(device, enabled=False), trials.small_windows(self._model):
-                return self._ranks.together(lambda: trial(trials.Text(self._runner, max(others, default=0)))), None
+            with (
+                torch.no_grad(),
+                torch.autocast(device, enabled=False),
+                trials.small_windows(self._model),
+                self._ranks.together(),
+            ):
+                return trial(trials.Text(self._runner, max(others, default=0))), None
         except Exception as error:
             self._ranks.meet()
             return None, without_frames(error)

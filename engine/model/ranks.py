@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ _FINE, _MEMORY_OUT, _FAILED = range(3)  # the last one ends the call on all rank
 _GATHERING = ("colwise_gather_output", "colwise_rep")  # styles of transformers' plans whose outputs are put together
 # Styles whose modules compute on one rank alone.
 _WITHOUT_OPERATIONS = ("colwise", "packed_colwise", "local_params", "replicate", "replicated_with_grad_allreduce")
+_NOTHING = nullcontext()
 _TIMEOUT = timedelta(days=1)  # ranks wait while a user types; one that ends is noticed at once
 
 
@@ -55,9 +56,9 @@ class OneProcess:
     def begin(self, device: torch.device, *call: Any) -> None:
         """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
 
-    def together(self, work: Callable[[], T]) -> T:
-        """`work()`. Where it fails on a rank, it raises on all: a `PeerError` or `PeerOutOfMemory` on the others."""
-        return work()
+    def together(self) -> AbstractContextManager[None]:
+        """For work that may fail. Where it does on a rank, all raise: a `PeerError` or `PeerOutOfMemory` the others."""
+        return _NOTHING
 
     def recovers(self, can: bool) -> bool:
         """After a failure: whether all ranks can recover from it."""
@@ -115,16 +116,16 @@ class Ranks(OneProcess):
             distributed.broadcast(state, 0, group=self._group)
         set_random_state(state, device)
 
-    def together(self, work: Callable[[], T]) -> T:
+    @contextmanager
+    def together(self) -> Iterator[None]:
         try:
-            result = work()
+            yield
         except BaseException as error:
             if not (self._is_failing or self._is_apart):
                 is_memory = isinstance(error, Exhausted) or is_out_of_memory(error)
                 self._exchange(_MEMORY_OUT if is_memory else _FAILED)
             raise
         self.check()
-        return result
 
     def recovers(self, can: bool) -> bool:
         if self._is_apart:

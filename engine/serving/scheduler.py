@@ -12,7 +12,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from transformers.utils import ModelOutput
@@ -296,7 +295,8 @@ class Scheduler:
         while len(runs) > 1:
             self._joined = list(runs)
             try:
-                computed = ranks.together(partial(self._computed, runs))
+                with ranks.together():
+                    computed = self._computed(runs)
             except Exception as error:
                 self._joined = []
                 for run in runs:
