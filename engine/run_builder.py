@@ -162,7 +162,7 @@ class RunBuilder:
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
         read.append(request)
-        said = fallbacks, choice.name, request.max_columns, request.chunk_tokens, request.strategy.name, request.rows
+        said = fallbacks, choice.name, request.lengths.ids, request.chunk_tokens, request.strategy.name, request.rows
         with stop.noting_keys():
             ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *said)
         reader = None if call.trust_cache else now
@@ -193,7 +193,7 @@ class RunBuilder:
             compiled=not request.config.disable_compile,
             read_by=now,
         )
-        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        prefix = CachedPrefix(request.lengths.cached, request.lengths.embedded)
         session = ModelSession(runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
@@ -291,7 +291,7 @@ def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
     adapter = adapter_for(
         call.streamer,
         prompts,
-        request.mask[:, request.first_known_column :],
+        request.mask[:, request.lengths.first_id :],
         returned=request.needs.texts_per_prompt,
         pad_id=request.pad_id,
         stops=stops,

@@ -64,9 +64,9 @@ class DecodingLoop:
         self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum())
         self._prompt_tokens = int(request.mask.sum()) - self._cached_tokens + request.source_tokens
         self._stopping = Stopping(request, ranks)
-        self._last_column = request.max_columns
-        mask = request.mask[:, request.first_known_column :]
-        self._tokens = Tokens(prompt, mask, request.max_columns, request.pad_id)
+        self._last_column = request.lengths.ids
+        mask = request.mask[:, request.lengths.first_id :]
+        self._tokens = Tokens(prompt, mask, request.lengths.ids, request.pad_id)
         self._logits_check = LogitsCheck(request, self._tokens, session, self._stopping)
         self._best: Callable[[], list[Hypothesis] | None] | None = None  # of a flow that gives its texts at its end
         self._records = Records(request.config, self._device, request.top_logprobs)
