@@ -25,8 +25,8 @@ from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError, refuse_old_methods
 from caches.files import save
 from caches.hf.old_name import OldName
+from caches.layers.layer_spec import KV, STATE, LayerSpec
 from caches.protocol import TokenLog
-from caches.spec.layer_spec import KV, STATE, LayerSpec
 
 L = TypeVar("L", bound="SharedMethods")
 _RENAMED = {

@@ -18,7 +18,7 @@ import torch
 
 from caches.errors import CapacityError
 from caches.memory.disk_file import DiskFile, Window
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
 
 _CHUNK_BYTES = 2**24  # size of the temporary memory for rearranging in place
 _WORTH_SHRINKING = 2  # times the memory that is needed; pinned memory has up to twice as much

@@ -13,9 +13,9 @@ import torch
 
 from caches.errors import refuse_old_methods
 from caches.memory.buffers import Buffer
+from caches.platform.torch_api import always_writable
 from caches.stores.store import RENAMED, check_alike
 from caches.timeline.timeline import Timeline
-from caches.torch_api import always_writable
 
 
 class GrowingStore:

@@ -18,7 +18,7 @@ def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> N
     with Work() as work:
         start_libraries(work, model)
         import caches
-        from engine.model.loading import SHIPPED_MODEL, load_config
+        from engine.loading.load import SHIPPED_MODEL, load_config
         from engine.planning.model_footprint import inspect_model
 
         work.doing("reading the model's configuration")

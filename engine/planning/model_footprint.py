@@ -16,12 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
 from caches import LayerSpec, read_specs
-from caches.out_of_memory import is_out_of_memory
-from caches.transformers_api import attn_implementation, model_from_config
+from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.transformers_api import attn_implementation, model_from_config
 from engine.errors import EngineError, InputError
+from engine.loading.load import auto_class
 from engine.model.cache_argument import cache_argument
 from engine.model.forward_parameters import forward_parameters
-from engine.model.loading import auto_class
 from engine.model.model_sizes import most_positions
 from engine.out_of_memory import first_line, in_words
 from engine.planning.peak_memory import FusedAttention, PeakMemory

@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from caches.attention.segmented_tensor import SegmentedTensor
-from caches.torch_api import TorchDispatchMode, storage_key, tree_leaves
+from caches.platform.torch_api import TorchDispatchMode, storage_key, tree_leaves
 
 
 class PeakMemory(TorchDispatchMode):

@@ -12,14 +12,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, TopKLogitsWarper
 
 import caches
 import strategies
-from caches.spec.accelerate_hooks import prompt_device
+from caches.platform.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
 from engine.errors import InputError, OptionError
+from engine.loading.load import load, load_config
+from engine.loading.placement import read_device, read_dtype
 from engine.model.facts import stored_whys
-from engine.model.loading import load, load_config
-from engine.model.placement import read_device, read_dtype
-from engine.model.ranks import OneProcess, ranks_of
-from engine.model.tensor_parallel import check_divides, config_of_rank, part_bytes, part_of
+from engine.parallel.ranks import OneProcess, ranks_of
+from engine.parallel.tensor_parallel import check_divides, config_of_rank, part_bytes, part_of
 from engine.planning.dry_run import dry_run
 from engine.planning.free_memory import Free, find_free
 from engine.planning.model_footprint import inspect_model, weight_bytes

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 import caches
 from caches.protocol import attention_view
 from configs import CacheConfig, ConfigError
-from engine.model.device_state import reads_late
+from engine.device_state import reads_late
 from engine.planning.cache_size import empty_cache
 from engine.planning.dry_run import CacheUsage, dry_run
 from engine.planning.free_memory import Free

@@ -35,8 +35,8 @@ OTHER_WORDS = {
     ("engine/serving/http/reading.py", "none"),
     ("engine/model/masks.py", "none"),
     ("engine/model/masks.py", "hybrid"),
-    ("caches/spec/layer_spec.py", "hybrid"),
-    ("caches/spec/layer_spec.py", "sliding_window"),
+    ("caches/layers/layer_spec.py", "hybrid"),
+    ("caches/layers/layer_spec.py", "sliding_window"),
 }
 IN_SHORT = ("dynamic", "offloaded", "quantized", "encoder_decoder", "none")
 OPTIONS = {

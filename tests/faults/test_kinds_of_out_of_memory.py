@@ -13,7 +13,7 @@ from architectures import tiny_model
 from fallbacks import OutAt, prompt, run
 
 import engine
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_out_of_memory
 from configs import EngineConfig
 from engine import host_allocator, out_of_memory
 
@@ -148,7 +148,7 @@ def test_a_library_that_raises_without_text_while_loading(monkeypatch):
     def wordless(*given, **options):
         raise ValueError
 
-    monkeypatch.setattr("engine.model.loading.AutoConfig.from_pretrained", wordless)
+    monkeypatch.setattr("engine.loading.load.AutoConfig.from_pretrained", wordless)
     with pytest.raises(engine.InputError, match=r"no model could be loaded from '.*shipped': ValueError"):
         engine.plan(engine.SHIPPED_MODEL, prompt_tokens=4, max_new_tokens=4)
 

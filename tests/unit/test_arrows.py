@@ -9,6 +9,7 @@ from places import ROOMS, ROOT
 ENGINE = [
     {
         "chats",
+        "device_state",
         "errors",
         "host_allocator",
         "out_of_memory",
@@ -19,8 +20,10 @@ ENGINE = [
         "version",
         "warn_once",
     },
-    {"output", "model"},
-    {"request"},
+    {"output", "kernels", "parallel"},
+    {"compiling", "loading"},
+    {"model"},
+    {"export", "request"},
     {"decoding", "planning"},
     {"memory", "scoring", "streaming"},
     {"reuse", "serving"},
@@ -32,17 +35,8 @@ ENGINE = [
     {"__main__"},
 ]
 CACHES = [
-    {
-        "as_tensor",
-        "errors",
-        "out_of_memory",
-        "heavy_imports",
-        "torch_api",
-        "transformers_api",
-        "machine",
-        "kernel_build",
-    },
-    {"spec", "timeline", "attention", "memory"},
+    {"errors", "platform"},
+    {"layers", "timeline", "attention", "memory"},
     {"protocol", "quantization"},
     {"registry", "stores"},
     {"core"},

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 import strategies
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_out_of_memory
 from engine.errors import InputError
 from engine.result import StreamChunk
 from engine.serving.http.answers import error

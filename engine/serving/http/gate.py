@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_out_of_memory
 from engine.host_allocator import give_back_freed_memory
 from engine.serving.http.answers import error
 from engine.serving.http.listening import host_name

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from caches import CacheError
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_out_of_memory
 from configs import ConfigError
 from engine.errors import (
     EngineError,

@@ -6,6 +6,7 @@ All are in transformers 5.17 to 5.23 and accelerate 1.x; where releases differ, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,6 +34,11 @@ def attn_implementation(config: PreTrainedConfig) -> str | None:
 def rank_count(model: PreTrainedModel) -> int:
     """How many processes transformers has split a model's weights over (tensor parallel)."""
     return getattr(model, "_tp_size", None) or 1
+
+
+def plan_name(name: str) -> str:
+    """The name of a module in transformers' plans, where * is the number of a layer."""
+    return re.sub(r"\b\d+\b", "*", name)
 
 
 def rank_mesh(model: PreTrainedModel) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import library
 
-from caches.kernel_build import Operators
+from caches.platform.kernel_build import Operators
 
 
 def kernels() -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from caches.transformers_api import accelerate_hook
+from caches.platform.transformers_api import accelerate_hook
 
 
 def is_dispatched(model: PreTrainedModel) -> bool:

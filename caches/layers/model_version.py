@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from caches.errors import UnsupportedLayerError
-from caches.spec.accelerate_hooks import swaps_weights
-from caches.spec.layer_spec import LayerSpec, read_specs
-from caches.torch_api import DisableTorchFunctionSubclass, parts_of, write_count
+from caches.layers.layer_spec import LayerSpec, read_specs
+from caches.platform.accelerate_hooks import swaps_weights
+from caches.platform.torch_api import DisableTorchFunctionSubclass, parts_of, write_count
 
 _SAMPLE = 16  # elements of a tensor that are read
 _TABLE = 64  # first elements of a buffer that is not saved: models make longer ones of it while they compute

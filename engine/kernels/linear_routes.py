@@ -24,7 +24,7 @@ import torch
 from filelock import FileLock
 from torch.nn import functional
 
-from caches.machine import (
+from caches.platform.machine import (
     cache_folder,
     last_level_cache_bytes,
     once_per_machine,
@@ -32,9 +32,9 @@ from caches.machine import (
     usable_processors,
     write_atomically,
 )
-from caches.out_of_memory import is_out_of_memory
-from caches.torch_api import has_onednn, onednn_linear
-from engine.model.linear_kernels import kernels
+from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.torch_api import has_onednn, onednn_linear
+from engine.kernels.linear_kernels import kernels
 
 Route: TypeAlias = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
 """A matrix product: (input [..., width], weight [outs, width], bias [outs] or None) -> [..., outs], on the CPU."""

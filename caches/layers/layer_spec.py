@@ -10,7 +10,7 @@ from typing import Any
 from transformers.cache_utils import DynamicCache
 
 from caches.errors import UnsupportedLayerError
-from caches.spec.rope import RopeRotation, read_rope
+from caches.layers.rope import RopeRotation, read_rope
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
 MODEL_SPECIFIC = "something that only transformers' own layer knows"  # the text is part of error messages

@@ -8,7 +8,6 @@ does its next exchange at once, so that all fail at their next exchange, and non
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -20,12 +19,12 @@ import torch
 from torch import distributed, nn
 from transformers import PreTrainedModel
 
-from caches.out_of_memory import is_out_of_memory
-from caches.transformers_api import rank_count, rank_mesh
+from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.transformers_api import plan_name, rank_count, rank_mesh
+from engine.device_state import random_state, set_random_state
 from engine.errors import EngineError, OptionError
-from engine.model.board import shared_board
-from engine.model.device_state import random_state, set_random_state
 from engine.out_of_memory import Exhausted, in_words
+from engine.parallel.board import shared_board
 
 T = TypeVar("T")
 _FINE, _MEMORY_OUT, _FAILED = range(3)  # the last one ends the call on all ranks
@@ -245,11 +244,6 @@ def _guard(model: PreTrainedModel, ranks: Ranks) -> None:
             del module.forward  # transformers' own, which does the same without the agreement
             times = ranks.size if style in _GATHERING else 0
             module.forward = _agreed(module, ALL_PARALLEL_STYLES[style], mesh, ranks, times)
-
-
-def plan_name(name: str) -> str:
-    """The name of a module in transformers' plans, where * is the number of a layer."""
-    return re.sub(r"\b\d+\b", "*", name)
 
 
 def _agreed(module: nn.Module, style: Any, mesh: Any, ranks: Ranks, times: int) -> Callable[..., Any]:

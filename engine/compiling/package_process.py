@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import transformers
 
-from caches.machine import cache_folder, processor
+from caches.platform.machine import cache_folder, processor
+from engine.compiling.compiled_layer import CompiledLayer
+from engine.compiling.layer_step import LayerStep
+from engine.compiling.package_builder import failure_of, write_job
 from engine.errors import OptionError
-from engine.model.compiled_layer import CompiledLayer
-from engine.model.layer_step import LayerStep
-from engine.model.linear_backend import Table
-from engine.model.package_builder import failure_of, write_job
+from engine.kernels.linear_backend import Table
 
 _FORMAT = 10  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
@@ -66,7 +66,7 @@ def start_building(packages: Mapping[Path, CompiledLayer], linears: Table | None
     handle, job = tempfile.mkstemp(dir=folder, suffix=".job")
     os.close(handle)
     steps = {package: (layer.module, layer.step_call) for package, layer in packages.items()}
-    command = [sys.executable, "-m", "engine.model.package_builder", job]
+    command = [sys.executable, "-m", "engine.compiling.package_builder", job]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
         write_job(Path(job), torch.get_num_threads(), linears, steps)

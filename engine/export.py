@@ -11,9 +11,9 @@ from caches import Cache
 from caches.transfer.convert import can_migrate
 from caches.transfer.export_buffers import Buffers, places
 from engine.errors import OptionError
+from engine.loading.load import unwrapped
 from engine.model.columns import Columns
 from engine.model.forward_arguments import ForwardArguments
-from engine.model.loading import unwrapped
 from engine.model.model_lock import turn_of
 from engine.model.model_runner import ModelRunner
 

@@ -9,8 +9,8 @@ from weakref import ref
 
 from torch import nn
 
-from caches.spec.fingerprint import differences, fingerprint, inner_model
-from caches.spec.model_version import ModelVersion, model_version
+from caches.layers.fingerprint import differences, fingerprint, inner_model
+from caches.layers.model_version import ModelVersion, model_version
 
 
 @dataclass(frozen=True)

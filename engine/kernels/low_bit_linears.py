@@ -19,11 +19,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from caches.spec.accelerate_hooks import is_dispatched
-from caches.torch_api import KeepsDataTypes, int4_product, int8_product, pack_int4
+from caches.platform.accelerate_hooks import is_dispatched
+from caches.platform.torch_api import KeepsDataTypes, int4_product, int8_product, pack_int4
+from caches.platform.transformers_api import plan_name
 from engine.errors import OptionError
-from engine.model.linear_kernels import has_matrix_units, kernels
-from engine.model.ranks import plan_name
+from engine.kernels.linear_kernels import has_matrix_units, kernels
 from engine.warn_once import warn_once
 
 _FEW_ROWS = 16  # up to so many torch's operators are faster than products with the weights in full

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from caches.spec.model_version import (
+from caches.layers.model_version import (
     ModelVersion,
     active_adapters,
     first_elements,
@@ -22,7 +22,7 @@ from caches.spec.model_version import (
     settings_of,
     tables_of,
 )
-from caches.torch_api import parts_of
+from caches.platform.torch_api import parts_of
 
 _SUMS = 1021  # a prime, so that two rows of a weight that change places always change the sums
 _DIGESTS = ("weights", "buffers", "settings", "classes", "layers")

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from caches.torch_api import tree_flatten, tree_unflatten
+from caches.platform.torch_api import tree_flatten, tree_unflatten
+from engine.compiling.layer_attention import PLAIN, TracedCache
 from engine.errors import OptionError
-from engine.model.layer_attention import PLAIN, TracedCache
-from engine.model.linear_routes import ROW_LIMITS
+from engine.kernels.linear_routes import ROW_LIMITS
 
 _KNOWN = ("torch.nn.", "transformers.", "engine.")  # modules of others may compute what their attributes do not say
 _MOST = 2**24  # rows

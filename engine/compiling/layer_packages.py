@@ -22,16 +22,16 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError, read_specs
 from caches.attention.dense_attention import KERNELS, close_layers
-from caches.out_of_memory import is_out_of_memory
-from caches.torch_api import hooks_of
-from caches.transformers_api import attn_implementation, records_outputs
+from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.torch_api import hooks_of
+from caches.platform.transformers_api import attn_implementation, records_outputs
+from engine.compiling.compiled_layer import Attentions, CompiledLayer, OtherInputs, attentions_with
+from engine.compiling.layer_attention import Compute
+from engine.compiling.layer_chain import LayerChain, are_chained
+from engine.compiling.layer_step import plain_attributes, rows_like
+from engine.compiling.package_process import check_can_be_built, package_of, start_building, why_failed
 from engine.errors import OptionError
-from engine.model.compiled_layer import Attentions, CompiledLayer, OtherInputs, attentions_with
-from engine.model.layer_attention import Compute
-from engine.model.layer_chain import LayerChain, are_chained
-from engine.model.layer_step import plain_attributes, rows_like
-from engine.model.linear_backend import Table
-from engine.model.package_process import check_can_be_built, package_of, start_building, why_failed
+from engine.kernels.linear_backend import Table
 from engine.out_of_memory import first_line, in_words
 from engine.warn_once import warn_once
 

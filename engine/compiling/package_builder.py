@@ -1,4 +1,4 @@
-"""The process that compiles layers: `python -m engine.model.package_builder JOB` with a file that `write_job` wrote.
+"""The process that compiles layers: `python -m engine.compiling.package_builder JOB`, a file that `write_job` wrote.
 
 Each layer's step becomes a package of torch's AOTInductor: machine code without weights, which any process binds to the
 weights of a layer of that shape.
@@ -20,11 +20,11 @@ from filelock import FileLock
 from torch import nn
 
 from caches.attention.dense_attention import KERNELS as ATTENTION_KERNELS
-from caches.machine import write_atomically
-from caches.torch_api import compile_package, state_without_hooks
-from engine.model.layer_step import LayerStep, dynamic_shapes
-from engine.model.linear_backend import Table, active, install
-from engine.model.linear_kernels import join_products, kernels
+from caches.platform.machine import write_atomically
+from caches.platform.torch_api import compile_package, state_without_hooks
+from engine.compiling.layer_step import LayerStep, dynamic_shapes
+from engine.kernels.linear_backend import Table, active, install
+from engine.kernels.linear_kernels import join_products, kernels
 
 LAYER = "layer."  # before the names of the weights in a package
 _KEPT = 64  # elements: larger tensors come to the other process without their values

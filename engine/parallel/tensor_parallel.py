@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from caches.platform.transformers_api import plan_name
 from engine.errors import OptionError
-from engine.model.ranks import plan_name, ranks_of
+from engine.parallel.ranks import ranks_of
 
 _UNSPLIT = ("replicate", "replicated_with_grad_allreduce")  # styles of modules that every rank has as they are
 # Layers that return keys, by their names in transformers' plans. Where one is split, a rank has a part of the heads and

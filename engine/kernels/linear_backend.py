@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from caches.torch_api import has_onednn, parameters_of
-from engine.model.linear_routes import (
+from caches.platform.torch_api import has_onednn, parameters_of
+from engine.kernels.linear_routes import (
     ALL_TORCH,
     ROW_LIMITS,
     ROW_NAMES,

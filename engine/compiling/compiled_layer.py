@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from caches.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
-from engine.model.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
-from engine.model.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
-from engine.model.package_builder import LAYER
+from caches.platform.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
+from engine.compiling.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
+from engine.compiling.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
+from engine.compiling.package_builder import LAYER
 
 Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 

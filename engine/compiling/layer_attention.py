@@ -22,7 +22,7 @@ from caches import Cache
 from caches.attention.dense_attention import KERNELS, close_layers, like_found, open_layers
 from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
-from engine.model.packed_attention import is_plain
+from engine.kernels.packed_attention import is_plain
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query [rows, heads, tokens, width], key and value [rows, kv_heads, tokens, width] of the new tokens to what

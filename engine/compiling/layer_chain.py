@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from caches.torch_api import tree_flatten
-from engine.model.compiled_layer import Attentions, CompiledLayer
-from engine.model.layer_step import Call
+from caches.platform.torch_api import tree_flatten
+from engine.compiling.compiled_layer import Attentions, CompiledLayer
+from engine.compiling.layer_step import Call
 
 
 class LayerChain:

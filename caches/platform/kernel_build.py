@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from caches.machine import cache_folder, once_per_machine, processor
+from caches.platform.machine import cache_folder, once_per_machine, processor
 from configs import ConfigError
 
 # As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.
