@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from engine.export import export_step, step_inputs
     from engine.generator import Generator
     from engine.loading.load import SHIPPED_MODEL
-    from engine.planning.plan import plan
-    from engine.planning.report import BackendPlan, Plan
+    from engine.memory.plan import plan
+    from engine.memory.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk, TokenLogprob
     from engine.reuse.chat import Chat
@@ -54,8 +54,8 @@ _CONTENTS = {
     "engine.generator": ["Generator"],
     "engine.export": ["export_step", "step_inputs"],
     "engine.loading.load": ["SHIPPED_MODEL"],
-    "engine.planning.plan": ["plan"],
-    "engine.planning.report": ["BackendPlan", "Plan"],
+    "engine.memory.plan": ["plan"],
+    "engine.memory.report": ["BackendPlan", "Plan"],
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk", "TokenLogprob"],
     "engine.reuse.chat": ["Chat"],

@@ -88,7 +88,7 @@ def imports_codec(node):
                 "engine/export.py",
                 "engine/compiling/layer_packages.py",
                 "engine/model/model_runner.py",
-                "engine/planning/model_footprint.py",
+                "engine/memory/model_footprint.py",
             },
         ),
         (imports_codec, {"caches/quantization/codec.py"}),

@@ -16,7 +16,7 @@ from huggingface_hub import constants
 
 import engine
 from engine.loading.location import locate
-from engine.planning.free_memory import find_free
+from engine.memory.free_memory import find_free
 
 UNREACHABLE = "http://127.0.0.1:9"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import uvicorn
 from fastapi import FastAPI
 
-from engine.serving.http.connections import ACCEPTED, HEAD_BYTES, Connection
-from engine.serving.http.listening import BACKLOG
-from engine.serving.http.service import Service
+from engine.server.connections import ACCEPTED, HEAD_BYTES, Connection
+from engine.server.listening import BACKLOG
+from engine.server.service import Service
 
 _AFTER_S = 5  # from the end of the runs to that of the last answers
 

@@ -14,11 +14,11 @@ import caches
 from caches.protocol import attention_view
 from configs import CacheConfig, ConfigError
 from engine.device_state import reads_late
-from engine.planning.cache_size import empty_cache
-from engine.planning.dry_run import CacheUsage, dry_run
-from engine.planning.free_memory import Free
-from engine.planning.model_footprint import ModelFootprint
-from engine.planning.report import BackendPlan
+from engine.memory.cache_size import empty_cache
+from engine.memory.dry_run import CacheUsage, dry_run
+from engine.memory.free_memory import Free
+from engine.memory.model_footprint import ModelFootprint
+from engine.memory.report import BackendPlan
 from engine.request.run_shape import RunShape
 from engine.tables import lengths, megabytes
 

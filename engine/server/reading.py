@@ -14,8 +14,8 @@ from configs import ConfigError
 from engine.chats import TemplateOptions, ids_of, written
 from engine.errors import InputError, OptionError
 from engine.prompt import text_ids
-from engine.serving.http.protocol import ChatRequest, CompletionRequest
-from engine.serving.http.texts import Texts
+from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.texts import Texts
 from strategies import Strategy
 from strategies.operations import needs_of
 

@@ -24,17 +24,15 @@ from engine.errors import (
     OptionError,
     OutOfMemoryError,
 )
-from engine.planning.plan import usable_caches
+from engine.memory.plan import usable_caches
 from engine.prompt import EncodedPrompt
 from engine.request.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
 from engine.scoring import scoring
-from engine.serving.batch import Batch
-from engine.serving.counts import BatchState
-from engine.serving.http.answers import Answer, added, error
-from engine.serving.http.metrics import Metrics, TokenClock
-from engine.serving.http.protocol import ChatRequest, CompletionRequest
-from engine.serving.http.reading import (
+from engine.server.answers import Answer, added, error
+from engine.server.metrics import Metrics, TokenClock
+from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.reading import (
     MOST_LOGPROBS_WRITTEN,
     Limits,
     characters,
@@ -44,7 +42,9 @@ from engine.serving.http.reading import (
     logprobs_asked,
     parameters,
 )
-from engine.serving.http.texts import LONG_CHARACTERS, Texts
+from engine.server.texts import LONG_CHARACTERS, Texts
+from engine.serving.batch import Batch
+from engine.serving.counts import BatchState
 from engine.serving.request import BatchRequest
 
 _ENCODED_TOKENS = 4096  # of a prompt, for encoders whose settings have no limit

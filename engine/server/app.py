@@ -19,10 +19,10 @@ import strategies
 from caches.platform.out_of_memory import is_out_of_memory
 from engine.errors import InputError
 from engine.result import StreamChunk
-from engine.serving.http.answers import error
-from engine.serving.http.gate import Gate, places_of
-from engine.serving.http.protocol import ChatRequest, CompletionRequest
-from engine.serving.http.service import Job, Refusal, Service, refusal
+from engine.server.answers import error
+from engine.server.gate import Gate, places_of
+from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.service import Job, Refusal, Service, refusal
 from engine.version import __version__
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ def _unread(cause: BaseException) -> Exception:
 
 
 def _file(name: str, kind: str) -> Any:
-    content = (files("engine.serving.http") / "page" / name).read_bytes()
+    content = (files("engine.server") / "page" / name).read_bytes()
 
     async def send() -> Response:
         return Response(content, media_type=f"{kind}; charset=utf-8", headers=_SAFE)

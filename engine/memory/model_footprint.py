@@ -20,12 +20,12 @@ from caches.platform.out_of_memory import is_out_of_memory
 from caches.platform.transformers_api import attn_implementation, model_from_config
 from engine.errors import EngineError, InputError
 from engine.loading.load import auto_class
+from engine.memory.peak_memory import FusedAttention, PeakMemory
+from engine.memory.working_memory import MaskedSteps, PerToken, WorkingMemory
 from engine.model.cache_argument import cache_argument
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import most_positions
 from engine.out_of_memory import first_line, in_words
-from engine.planning.peak_memory import FusedAttention, PeakMemory
-from engine.planning.working_memory import MaskedSteps, PerToken, WorkingMemory
 
 # The methods by which models write into a cache: which dimension of their tensors counts tokens.
 _TOKEN_DIMENSIONS: dict[str, dict[str, int]] = {

@@ -17,14 +17,14 @@ from configs import CacheConfig, EngineConfig
 from engine.errors import InputError, OptionError
 from engine.loading.load import load, load_config
 from engine.loading.placement import read_device, read_dtype
+from engine.memory.dry_run import dry_run
+from engine.memory.free_memory import Free, find_free
+from engine.memory.model_footprint import inspect_model, weight_bytes
+from engine.memory.planner import PlannedModel, Planner, choose, lossless
+from engine.memory.report import Plan
 from engine.model.facts import stored_whys
 from engine.parallel.ranks import OneProcess, ranks_of
 from engine.parallel.tensor_parallel import check_divides, config_of_rank, part_bytes, part_of
-from engine.planning.dry_run import dry_run
-from engine.planning.free_memory import Free, find_free
-from engine.planning.model_footprint import inspect_model, weight_bytes
-from engine.planning.planner import PlannedModel, Planner, choose, lossless
-from engine.planning.report import Plan
 from engine.request.run_shape import RunShape
 from engine.request.strategy import score_copies
 

@@ -16,9 +16,9 @@ from caches.protocol import attention_view
 from caches.quantization.fused_attention import QuantizedSegment
 from caches.registry import build_layers
 from configs import CacheConfig, QuantizedCacheConfig
+from engine.memory.cache_size import empty_cache
+from engine.memory.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
 from engine.model.masks import check_takes_masks
-from engine.planning.cache_size import empty_cache
-from engine.planning.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
 from engine.request.run_shape import RunShape
 from engine.tables import lengths
 from strategies import repeat_rows_index

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 from caches.platform.out_of_memory import is_out_of_memory
 from engine.host_allocator import give_back_freed_memory
-from engine.serving.http.answers import error
-from engine.serving.http.listening import host_name
+from engine.server.answers import error
+from engine.server.listening import host_name
 
 Message: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
