@@ -16,6 +16,7 @@ from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
+from caches.undo import on_failure
 
 
 class PrefixSharing:
@@ -85,14 +86,15 @@ class PrefixSharing:
             store.prefix.reserve(placement.room)
         prefix.take_room(placement.room)
         prefix.begin(tokens, placement, graph=False)
-        try:
-            for store in stores:
-                store.merge()
-        except BaseException:
+
+        def abort() -> None:
             for store in stores:
                 store.prefix.abort()
             prefix.close()
-            raise
+
+        with on_failure(abort):
+            for store in stores:
+                store.merge()
         for store in stores:
             store.prefix.commit(0)
         prefix.commit()

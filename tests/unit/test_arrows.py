@@ -36,6 +36,7 @@ CACHES = [
         "as_tensor",
         "errors",
         "out_of_memory",
+        "undo",
         "heavy_imports",
         "torch_api",
         "transformers_api",
