@@ -4,7 +4,7 @@ from kvengine import check_siblings
 
 check_siblings(__file__, "configs")
 
-from caches.heavy_imports import import_transformers
+from caches.platform.heavy_imports import import_transformers
 
 import_transformers()
 
@@ -44,10 +44,10 @@ from caches.hf.classic import (
 )
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
+from caches.layers.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.protocol import EngineCache, TokenLog
 from caches.quantization.codec import register_codec
 from caches.registry import Recipe, build, names, recipe, register
-from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.store import Store
 from caches.timeline.timeline import Timeline

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         UserInterrupt,
     )
+    from engine.export import export_step, step_inputs
     from engine.generator import Generator
-    from engine.model.export import export_step, step_inputs
-    from engine.model.loading import SHIPPED_MODEL
-    from engine.planning.plan import plan
-    from engine.planning.report import BackendPlan, Plan
+    from engine.loading.load import SHIPPED_MODEL
+    from engine.memory.plan import plan
+    from engine.memory.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk, TokenLogprob
     from engine.reuse.chat import Chat
@@ -52,10 +52,10 @@ _CONTENTS = {
         "InvalidLogitsError", "OptionError", "OutOfMemoryError", "UserInterrupt",
     ],
     "engine.generator": ["Generator"],
-    "engine.model.export": ["export_step", "step_inputs"],
-    "engine.model.loading": ["SHIPPED_MODEL"],
-    "engine.planning.plan": ["plan"],
-    "engine.planning.report": ["BackendPlan", "Plan"],
+    "engine.export": ["export_step", "step_inputs"],
+    "engine.loading.load": ["SHIPPED_MODEL"],
+    "engine.memory.plan": ["plan"],
+    "engine.memory.report": ["BackendPlan", "Plan"],
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk", "TokenLogprob"],
     "engine.reuse.chat": ["Chat"],

@@ -13,12 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache
-from caches.out_of_memory import recovering
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.read_by import ReadBy
-from caches.torch_api import set_grad_enabled
+from caches.layers.read_by import ReadBy
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import recovering
+from caches.platform.torch_api import set_grad_enabled
 from caches.undo import on_failure
 from configs import EngineConfig, checked_fallbacks
+from engine.compiling.compiled_step import makes_graphs
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.draft import Draft
 from engine.decoding.driver import Driver
@@ -30,12 +31,11 @@ from engine.decoding.pauses import FindPauses
 from engine.decoding.run_clock import RunClock
 from engine.decoding.session_options import SessionOptions
 from engine.errors import InputError, OptionError, OutOfMemoryError
+from engine.loading.load import load
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
 from engine.model.columns import Columns
-from engine.model.compiled_step import makes_graphs
-from engine.model.loading import load
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
+from caches.layers.layer_spec import INDEX, KV
 from caches.memory.scratch import Scratch
-from caches.spec.layer_spec import INDEX, KV
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot
 from caches.timeline.shared_timeline import ForkedTimeline

@@ -14,9 +14,9 @@ from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, Static
 
 from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
+from caches.platform.torch_api import write_count
+from caches.platform.transformers_api import follows_rows, quantized_parts, quantized_rows
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
-from caches.torch_api import write_count
-from caches.transformers_api import follows_rows, quantized_parts, quantized_rows
 from caches.undo import on_failure
 
 _STATES = ("conv_states", "recurrent_states")

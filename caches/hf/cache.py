@@ -22,10 +22,10 @@ from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_selection import RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.hf.shared_methods import SharedMethods
+from caches.layers.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
+from caches.layers.rope import RopeRotation
 from caches.memory.scratch import Scratch
 from caches.protocol import AttentionView, Capabilities
-from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
-from caches.spec.rope import RopeRotation
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.slot import StoreFactory
 from caches.timeline.retention import KeepAll

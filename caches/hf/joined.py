@@ -17,8 +17,8 @@ from caches.attention.joined_tensor import JoinedTensor
 from caches.attention.open_slots import OpenSlots, joined_slots
 from caches.errors import StepError
 from caches.hf.cache import Cache
+from caches.layers.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
 from caches.protocol import AttentionView
-from caches.spec.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
 from caches.stores.recurrent_state import CONV, RECURRENT
 from caches.undo import on_failure
 

@@ -21,8 +21,8 @@ from caches.core.row_selection import Choice, RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.files import save
+from caches.layers.layer_spec import KV, STATE, LayerSpec
 from caches.protocol import TokenLog
-from caches.spec.layer_spec import KV, STATE, LayerSpec
 
 L = TypeVar("L", bound="SharedMethods")
 

@@ -19,7 +19,7 @@ import torch
 
 from caches.errors import CapacityError
 from caches.memory.disk_file import DiskFile, Window
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
 from caches.undo import on_failure
 
 _CHUNK_BYTES = 2**24  # size of the temporary memory for rearranging in place

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 
 from caches.memory.buffers import Buffer
+from caches.platform.torch_api import always_writable
 from caches.stores.store import check_alike
 from caches.timeline.timeline import Timeline
-from caches.torch_api import always_writable
 
 
 class GrowingStore:

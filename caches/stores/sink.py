@@ -12,13 +12,13 @@ from itertools import chain
 
 import torch
 
-from caches.as_tensor import as_tensor
 from caches.errors import StepError
-from caches.spec.rope import RopeRotation
+from caches.layers.rope import RopeRotation
+from caches.platform.as_tensor import as_tensor
+from caches.platform.torch_api import always_writable
 from caches.stores.dense import FixedStore
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
-from caches.torch_api import always_writable
 
 
 class LeftPadding:

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from transformers.utils import ModelOutput
 
-from caches.out_of_memory import is_out_of_memory, without_frames
-from caches.torch_api import set_grad_enabled
+from caches.platform.out_of_memory import is_out_of_memory, without_frames
+from caches.platform.torch_api import set_grad_enabled
 from caches.undo import on_failure
 from engine.decoding.cancellation import Cancellation, StopAsked
 from engine.decoding.loop import DecodingLoop

@@ -17,9 +17,9 @@ from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
 from configs import OffloadedCacheConfig, OffloadedQuantizedCacheConfig
 from engine.decoding.collected_outputs import CollectedOutputs
+from engine.kernels.linear_routes import TORCH
 from engine.model.columns import Columns
 from engine.model.facts import ModelFacts
-from engine.model.linear_routes import TORCH
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.model.rope_frequencies import Frequencies

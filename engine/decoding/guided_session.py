@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, TokenLog
-from caches.out_of_memory import recovering
-from caches.torch_api import tree_map
+from caches.platform.out_of_memory import recovering
+from caches.platform.torch_api import tree_map
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.decoding.model_session import ModelSession
 from engine.request.guidance import Guidance

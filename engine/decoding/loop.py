@@ -12,8 +12,8 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache
-from caches.out_of_memory import recovering
-from caches.torch_api import write_count
+from caches.platform.out_of_memory import recovering
+from caches.platform.torch_api import write_count
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
@@ -21,11 +21,11 @@ from engine.decoding.records import Checkpoints, Records
 from engine.decoding.run_clock import RunClock
 from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
+from engine.device_state import Peak, rewinding
 from engine.errors import EngineError
-from engine.model.device_state import Peak, rewinding
-from engine.model.ranks import ONE_PROCESS, OneProcess
 from engine.out_of_memory import Exhausted
 from engine.output.stream_buffer import StreamBuffer
+from engine.parallel.ranks import ONE_PROCESS, OneProcess
 from engine.request.encoder import encoder_records
 from engine.request.request import Request
 from engine.result import Fallback, Generation, Stats, StreamChunk

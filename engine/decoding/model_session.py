@@ -14,9 +14,9 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
-from caches.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
+from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
+from caches.platform.torch_api import always_writable
 from caches.protocol import KeepsPast, capabilities
-from caches.torch_api import always_writable
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
@@ -28,7 +28,7 @@ from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import PeerError, PeerOutOfMemory
+from engine.parallel.ranks import PeerError, PeerOutOfMemory
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
 from strategies import repeat_rows_index

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 
-from engine.model.ranks import OneProcess
 from engine.output.detokenizer import RowText
+from engine.parallel.ranks import OneProcess
 from engine.request.generation_helpers import replaces
 from engine.request.request import Request
 from engine.request.time_limit import of_all_ranks

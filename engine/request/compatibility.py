@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from caches import CapacityError, EngineCache
+from caches.platform.accelerate_hooks import is_dispatched, prompt_device
 from caches.protocol import attention_view, capabilities
-from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.transfer.convert import can_migrate
+from engine.compiling.compiled_step import makes_graphs
 from engine.errors import InputError, OptionError
-from engine.model.compiled_step import makes_graphs
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope

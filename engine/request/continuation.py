@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
-from caches.spec.read_by import ReadBy
+from caches.layers.read_by import ReadBy
 from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
 from engine.model.columns import Columns

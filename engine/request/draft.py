@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache
-from caches.spec.accelerate_hooks import prompt_device
+from caches.platform.accelerate_hooks import prompt_device
 from engine.errors import OptionError
 from engine.model.model_sizes import most_positions
 from engine.prompt import PER_TOKEN, move

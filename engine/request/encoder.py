@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from caches.as_tensor import as_tensor
-from caches.out_of_memory import recovering
-from caches.spec.accelerate_hooks import input_embeddings, prompt_device
-from caches.transformers_api import (
+from caches.platform.accelerate_hooks import input_embeddings, prompt_device
+from caches.platform.as_tensor import as_tensor
+from caches.platform.out_of_memory import recovering
+from caches.platform.transformers_api import (
     prepare_decoder_input_ids,
     prepare_encoder_kwargs,
     prepare_model_inputs,

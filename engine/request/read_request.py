@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from caches import EngineCache
-from caches.spec.accelerate_hooks import prompt_device
-from caches.transformers_api import (
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.transformers_api import (
     prepare_attention_mask,
     prepare_generated_length,
     prepare_generation_config,
@@ -29,8 +29,8 @@ from caches.transformers_api import (
     special_tokens,
 )
 from engine.chats import OPTIONS, TemplateOptions, chat_ends
+from engine.device_state import seeded
 from engine.errors import OptionError
-from engine.model.device_state import seeded
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import vocabulary_of
 from engine.prompt import EncodedPrompt, Prompt, is_chat, read_prompt

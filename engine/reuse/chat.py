@@ -14,8 +14,8 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches import EngineCache, StepError, UnsupportedLayerError, branch, convert, inspect, load, recipe
-from caches.out_of_memory import recovering
-from caches.spec.read_by import ReadBy
+from caches.layers.read_by import ReadBy
+from caches.platform.out_of_memory import recovering
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from engine.chats import OPTIONS, TemplateOptions

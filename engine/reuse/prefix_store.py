@@ -21,10 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import CacheError, EngineCache, branch, select_rows
-from caches.out_of_memory import is_out_of_memory, recovering
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.read_by import ReadBy
-from caches.torch_api import storage_key
+from caches.layers.read_by import ReadBy
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import is_out_of_memory, recovering
+from caches.platform.torch_api import storage_key
 from caches.transfer.convert import can_migrate
 from engine.decoding.pauses import Pause
 from engine.model.model_lock import reader_now

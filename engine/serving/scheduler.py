@@ -17,12 +17,12 @@ from functools import partial
 import torch
 from transformers.utils import ModelOutput
 
-from caches.out_of_memory import is_out_of_memory, recovering
+from caches.platform.out_of_memory import is_out_of_memory, recovering
 from engine.decoding.driver import Driver, Turn
 from engine.errors import EngineError, GenerationCancelled
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import OneProcess, PeerError
 from engine.out_of_memory import empty_allocators
+from engine.parallel.ranks import OneProcess, PeerError
 from engine.result import Generation, StreamChunk, nothing_generated
 from engine.serving.counts import BatchState, Counts
 from engine.serving.request import BatchRequest

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 import caches
 import engine
 from caches import registry
+from caches.layers.layer_spec import PLAIN
 from caches.protocol import Capabilities
-from caches.spec.layer_spec import PLAIN
 from caches.transfer.split_rows import halves
 from configs import PlacedCacheConfig
 

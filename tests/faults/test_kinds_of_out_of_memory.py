@@ -16,7 +16,7 @@ from fallbacks import OutAt, prompt, run
 
 import caches
 import engine
-from caches.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
+from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
 from caches.undo import on_failure
 from configs import EngineConfig
 from engine import host_allocator, out_of_memory
@@ -215,7 +215,7 @@ def test_a_library_that_raises_without_text_while_loading(monkeypatch):
     def wordless(*given, **options):
         raise ValueError
 
-    monkeypatch.setattr("engine.model.loading.AutoConfig.from_pretrained", wordless)
+    monkeypatch.setattr("engine.loading.load.AutoConfig.from_pretrained", wordless)
     with pytest.raises(engine.InputError, match=r"no model could be loaded from '.*shipped': ValueError"):
         engine.plan(engine.SHIPPED_MODEL, prompt_tokens=4, max_new_tokens=4)
 

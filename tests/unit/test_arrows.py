@@ -136,11 +136,11 @@ def test_no_files_import_each_other():
 # What is wrong is found.
 
 IMPORTS = {
-    "a module": "import engine.planning.plan",
-    "a name": "from engine.planning.plan import plan",
-    "a file as a name": "from engine.planning import plan",
-    "in a function": "def f():\n    from engine.planning.plan import plan",
-    "for annotations": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from engine.planning.plan import plan",
+    "a module": "import engine.memory.plan",
+    "a name": "from engine.memory.plan import plan",
+    "a file as a name": "from engine.memory import plan",
+    "in a function": "def f():\n    from engine.memory.plan import plan",
+    "for annotations": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from engine.memory.plan import plan",
 }
 
 

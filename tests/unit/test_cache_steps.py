@@ -8,7 +8,7 @@ from contract import KINDS, WINDOW, build, each_cell, keys_of
 from trial import Trial
 
 import caches
-from caches.spec.layer_spec import AttentionSpan, LayerSpec
+from caches.layers.layer_spec import AttentionSpan, LayerSpec
 from configs import DynamicCacheConfig
 
 pytestmark = pytest.mark.covering("values", "pairs")

@@ -80,15 +80,15 @@ def imports_codec(node):
 @pytest.mark.parametrize(
     ("wanted", "where"),
     [
-        (names_layer_types, {"caches/spec/layer_spec.py"}),
+        (names_layer_types, {"caches/layers/layer_spec.py"}),
         (
             calls_the_model,
             {
-                "engine/model/compiled_step.py",
-                "engine/model/export.py",
-                "engine/model/layer_packages.py",
+                "engine/compiling/compiled_step.py",
+                "engine/export.py",
+                "engine/compiling/layer_packages.py",
                 "engine/model/model_runner.py",
-                "engine/planning/model_footprint.py",
+                "engine/memory/model_footprint.py",
             },
         ),
         (imports_codec, {"caches/quantization/codec.py"}),

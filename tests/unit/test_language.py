@@ -92,13 +92,13 @@ ALLOWED = {
     ("", "leaves", "tree_leaves"): "a function of torch",
     ("", "look", "look_up"): "to look up",
     ("", "look", "_look_ahead"): "contrastive search looks ahead by a token",
-    ("engine/planning/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
-    ("engine/model/export.py", "seen", "seen"): "public: an argument of the exported program",
+    ("engine/memory/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
+    ("engine/export.py", "seen", "seen"): "public: an argument of the exported program",
     ("caches/transfer/export_buffers.py", "seen", "seen"): "public: an argument of the exported program",
-    ("engine/model/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
-    ("engine/model/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("engine/kernels/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
+    ("engine/kernels/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
-        (f"engine/model/products/{name}.h", word, ""): "lanes of a SIMD register"
+        (f"engine/kernels/products/{name}.h", word, ""): "lanes of a SIMD register"
         for name in ("vectors", "plain", "panels", "four_bits", "matrix_units", "eight_bits")
         for word in ("lane", "lanes")
     },
