@@ -1,6 +1,6 @@
 """Key-value caches, chosen by name. They work in our engine, in transformers' `generate` and in plain `model(...)`."""
 
-from kvengine import check_siblings, old_names
+from kvengine import check_siblings
 
 check_siblings(__file__, "configs")
 
@@ -74,17 +74,3 @@ __all__ = [
     "first_layer", "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs",
     "recipe", "register", "register_codec", "select_rows",
 ]  # fmt: skip
-
-__getattr__ = old_names(
-    "caches",
-    {
-        "Driven": "EngineCache",
-        "ForeignCache": "HFCacheAdapter",
-        "Log": "TokenLog",
-        "UnknownCache": "UnknownCacheError",
-        "Unknowable": "UnknownContentError",
-        "UnsupportedLayer": "UnsupportedLayerError",
-        "move": "migrate",
-        "slide": "apply_window",
-    },
-)

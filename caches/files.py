@@ -323,10 +323,9 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
             file.write(digest)  # not to the mapping: where a disk is full, that would end the process
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # else it has its name
             os.unlink(name)
-        raise
 
 
 def _as_os_error(error: SafetensorError, path: Path, size: int) -> Exception:

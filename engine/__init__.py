@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvengine import check_siblings, old_names
+from kvengine import check_siblings
 
 check_siblings(__file__, "configs", "caches", "strategies")
 
@@ -67,24 +67,12 @@ _CONTENTS = {
     "engine.version": ["__version__"],
 }  # fmt: skip
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
-_old_name = old_names(
-    "engine",
-    {
-        "BadLogits": "InvalidLogitsError",
-        "Cancelled": "GenerationCancelled",
-        "CtrlC": "UserInterrupt",
-        "Follower": "StatefulLogitsProcessor",
-        "Interrupted": "GenerationInterrupted",
-        "OutOfMemory": "OutOfMemoryError",
-        "Piece": "StreamChunk",
-    },
-)
 _LIGHT = ("configs", "engine.errors", "engine.version")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        return _old_name(name, stacklevel=3)
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
     if _HOME[name] not in _LIGHT:
         import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)

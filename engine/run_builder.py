@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from caches import EngineCache
 from caches.layers.read_by import ReadBy
 from caches.platform.accelerate_hooks import prompt_device
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import recovering
 from caches.platform.torch_api import set_grad_enabled
+from caches.platform.undo import on_failure
 from configs import EngineConfig, checked_fallbacks
 from engine.compiling.compiled_step import makes_graphs
 from engine.decoding.cancellation import Cancellation
@@ -39,7 +40,7 @@ from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.model.model_sizes import vocabulary_of
-from engine.out_of_memory import Exhausted, in_words, without_frames
+from engine.out_of_memory import Exhausted, in_words
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import EncodedPrompt
@@ -114,7 +115,7 @@ class RunBuilder:
         ranks, grad = self._runner.ranks, torch.is_grad_enabled()
         read: list[Request] = []
         try:
-            with ending(call.streamer):
+            with recovering() as outcome, on_failure(ranks.end), ending(call.streamer):
                 ranks.resume()
                 try:
                     return self._build(call, streams, make_room, pauses, read)
@@ -124,13 +125,10 @@ class RunBuilder:
                     ranks.end()
                     ranks.resume()
                 return self._build(instead, streams, make_room, pauses, read)
-        except BaseException as error:
-            ranks.end()
-            if not is_out_of_memory(error):
-                raise
-            failure = without_frames(error)
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
+        failure = outcome.failure
+        assert failure is not None
         prompts = read[-1].prompt.ids if read else torch.empty(1, 0, dtype=torch.long, device="cpu")
         with_text, has_form = (
             (call.tokenizer or self.tokenizer) is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -15,6 +16,7 @@ from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
 from caches.platform.torch_api import write_count
 from caches.platform.transformers_api import follows_rows, quantized_parts, quantized_rows
+from caches.platform.undo import on_failure
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
 
 _STATES = ("conv_states", "recurrent_states")
@@ -250,11 +252,8 @@ class HFCacheAdapter:
         while self._left:
             layer = self._left[-1]
             before = {name: dict(kept) if isinstance(kept, dict) else kept for name, kept in vars(layer).items()}
-            try:
+            with on_failure(partial(vars(layer).update, before)):  # it reorders its keys before its values
                 layer.reorder_cache(self._index)
-            except BaseException:
-                vars(layer).update(before)  # it reorders its keys before its values
-                raise
             self._left.pop()
 
     def _check_finished(self) -> None:

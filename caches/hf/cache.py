@@ -54,9 +54,7 @@ class Cache(SharedMethods, TransformersCache):
             )
         if isinstance(layout, str):
             if make_store is None:
-                raise TypeError(
-                    "a Cache needs make_store, a function from a Slot to a Store; release 0.1 called it new_store"
-                )
+                raise TypeError("a Cache needs make_store, a function from a Slot to a Store")
             layout = CacheLayout(layout, specs, make_store, **fields)
         self.stack = LayerStack(layout)
         self.stacks = (self.stack,)

@@ -72,7 +72,6 @@ def write_atomically(path: Path, content: bytes) -> None:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
         os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # else it has its name
             os.unlink(name)
-        raise

@@ -1,10 +1,14 @@
-"""Recognizes errors of failed allocations, by class or, for plain RuntimeErrors, by the exact message."""
+"""Recognizes errors of failed allocations, by class or, for plain RuntimeErrors, by the exact message.
+
+`recovering` is how a run goes on after one.
+"""
 
 from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
+import sys
+from types import TracebackType
 
 import torch
 
@@ -37,16 +41,47 @@ def is_out_of_memory(error: BaseException, size: int = 0) -> bool:
     return isinstance(error, RuntimeError) and _MESSAGES.match(str(error).strip()) is not None
 
 
-def has_memory_for(work: Callable[[], object]) -> bool:
-    """Whether memory suffices for `work()`, which is done then. What makes room comes after this call: while an error
-    is handled its frames refer to the tensors that filled the memory."""
-    try:
-        work()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True
+class recovering:
+    """A block that ends where memory is out, and at errors of `classes`; other errors pass through it.
+
+        with recovering(CacheError) as outcome:
+            return branch(cache)
+        make_room(outcome.failure)
+
+    What recovers comes after the block: while an error is handled, its frames refer to the tensors that filled the
+    memory. failure: the error without its frames; None where the block came to its end. size: see `is_out_of_memory`.
+    """
+
+    def __init__(self, *classes: type[BaseException], size: int = 0):
+        self._classes, self._size = classes, size
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> recovering:
+        self._handled = sys.exc_info()[1]  # its frames are those of its handler
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        handled, self._handled = self._handled, None
+        if error is None or not (isinstance(error, self._classes) or is_out_of_memory(error, self._size)):
+            return False
+        self.failure = without_frames(error, handled)
+        return True
+
+
+def without_frames(error: BaseException, handled: BaseException | None = None) -> BaseException:
+    """The error itself without its tracebacks, which hold on to everything that the failed step had made.
+
+    handled: an error in whose handling it was raised, which keeps its own.
+    """
+    left: list[BaseException | None] = [error]
+    known = {id(handled)}
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+    return error
 
 
 def is_of_onednn(error: BaseException) -> bool:

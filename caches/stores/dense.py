@@ -11,10 +11,9 @@ from typing import ClassVar
 
 import torch
 
-from caches.errors import refuse_old_methods
 from caches.memory.buffers import Buffer
 from caches.platform.torch_api import always_writable
-from caches.stores.store import RENAMED, check_alike
+from caches.stores.store import check_alike
 from caches.timeline.timeline import Timeline
 
 
@@ -23,9 +22,6 @@ class GrowingStore:
 
     is_quantized: ClassVar[bool] = False
     storage_format: ClassVar[None] = None
-
-    def __init_subclass__(cls) -> None:
-        refuse_old_methods(cls, RENAMED)
 
     def __init__(self, timeline: Timeline):
         self.timeline = timeline

@@ -11,6 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch
 import transformers
 
 from caches.platform.machine import cache_folder, processor
+from caches.platform.undo import on_failure
 from engine.compiling.compiled_layer import CompiledLayer
 from engine.compiling.layer_step import LayerStep
 from engine.compiling.package_builder import failure_of, write_job
@@ -68,15 +70,12 @@ def start_building(packages: Mapping[Path, CompiledLayer], linears: Table | None
     steps = {package: (layer.module, layer.step_call) for package, layer in packages.items()}
     command = [sys.executable, "-m", "engine.compiling.package_builder", job]
     variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    try:
+    with on_failure(partial(Path(job).unlink, missing_ok=True)):  # else that process removes the file
         write_job(Path(job), torch.get_num_threads(), linears, steps)
         builder = subprocess.Popen(
             command, env=os.environ | variables, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
-    except BaseException:  # else that process removes the file
-        Path(job).unlink(missing_ok=True)
-        raise
     _give_way(builder.pid)
     threading.Thread(target=builder.wait, daemon=True).start()  # or it stays as a zombie
     return builder

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from transformers.utils import ModelOutput
 
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_out_of_memory, without_frames
 from caches.platform.torch_api import set_grad_enabled
+from caches.platform.undo import on_failure
 from engine.decoding.cancellation import Cancellation, StopAsked
 from engine.decoding.loop import DecodingLoop
 from engine.errors import (
@@ -22,7 +23,7 @@ from engine.errors import (
     OutOfMemoryError,
     UserInterrupt,
 )
-from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
+from engine.out_of_memory import Exhausted, empty_allocators, in_words
 from engine.result import Generation, StreamChunk
 from engine.tables import counted
 from strategies import Flow, Forward, NoCandidateError
@@ -108,17 +109,13 @@ class Driver:
 
     def _begun(self, alone: bool) -> Flow:
         """The strategy's flow. Its errors, and a flow that is no generator, are raised before any work."""
-        try:
+        with on_failure(partial(_without_grad, self.loop.close)), on_failure(self.loop.ranks.end):
             flow = self.loop.begin(alone)
             if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
                 raise OptionError(
                     f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
                     "with `yield`, or return the flow of another strategy"
                 )
-        except BaseException:
-            self.loop.ranks.end()
-            _without_grad(self.loop.close)
-            raise
         return flow
 
     def _steps(self, flow: Flow, piece_tokens: Callable[[], int] | None) -> Generator[Turn, ModelOutput | None, None]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import recovering
 from caches.platform.torch_api import write_count
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
@@ -98,18 +98,13 @@ class DecodingLoop:
 
     def break_off(self) -> list[StreamChunk]:
         """Prepare the result of a run that stops early: the chunks that were not shown."""
-        try:
+        with _logging_failure("the check which rows the last tokens end has failed"):  # may fail as it did before
             self._read_unread()
-        except Exception:  # what raised before may raise again, and is reported already
-            _logger.warning("the check which rows the last tokens end has failed", exc_info=True)
         self.discard_unread()
         best, self._best = self._best, None
-        try:
+        texts = None  # where memory is out, the result is the rows of the prompt
+        with recovering():
             texts = None if best is None else best()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            texts = None  # the result is then the rows of the prompt
         if texts is not None:
             self._return_to([text.row for text in texts])
             self._take([replace(text, row=row) for row, text in enumerate(texts)])
@@ -118,24 +113,18 @@ class DecodingLoop:
             if index is not None:
                 self._return_to(index)
         self.stream_buffer.end_all()
-        try:
+        with _logging_failure("the streamer did not take the last tokens"):
             return self.stream_buffer.release()
-        except Exception:
-            _logger.warning("the streamer did not take the last tokens", exc_info=True)
         return self.stream_buffer.release()
 
     def _return_to(self, rows: list[int]) -> None:
         """Select the rows of the result. Where the cache has no memory for that it is emptied."""
-        index, select = torch.tensor(rows, device="cpu"), None
-        try:
-            selection = self._row_selection(index)
+        index = torch.tensor(rows, device="cpu")
+        with recovering(CacheError, Exhausted) as outcome:
+            select = self._row_selection(index)
             self._session.select_rows(index)
-            select = selection
-        except Exception as error:
-            if not (isinstance(error, (CacheError, Exhausted)) or is_out_of_memory(error)):
-                raise
-            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", error)
-        if select is None:  # outside of `except`: the error refers to what was made
+        if (why := outcome.failure) is not None:
+            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", why)
             self._session.discard_cache()  # this makes room
             select = self._row_selection(index)
         select()
@@ -391,10 +380,8 @@ class DecodingLoop:
             self._session.close(self._tokens.log())
         finally:
             self.clock.end()
-            try:
+            with _logging_failure("the streamer could not be ended"):  # it has ended before, unless the run was stopped
                 self.stream_buffer.close()
-            except Exception:  # where nothing has stopped the run, the streamer has ended before
-                _logger.warning("the streamer could not be ended", exc_info=True)
 
     def give_up(self) -> None:
         """End without a result, because texts and rows may not fit together. The cache is emptied."""
@@ -476,3 +463,11 @@ def _followed(best: Callable[[], list[Hypothesis] | None], index: list[int]) -> 
         return [replace(text, row=index.index(text.row)) for text in found]
 
     return texts
+
+
+@contextmanager
+def _logging_failure(warning: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _logger.warning(warning, exc_info=True)

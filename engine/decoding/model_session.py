@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
-from caches.platform.out_of_memory import has_memory_for, is_of_onednn, is_out_of_memory
+from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
 from caches.platform.torch_api import always_writable
 from caches.protocol import KeepsPast, capabilities
 from caches.transfer.split_rows import SplitCache
@@ -28,7 +27,6 @@ from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
-from engine.out_of_memory import without_frames
 from engine.parallel.ranks import PeerError, PeerOutOfMemory
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
@@ -427,21 +425,22 @@ class ModelSession:
 
     def close(self, log: TokenLog) -> None:
         """End with a cache that another call can continue: it holds the first columns of `log`, the run's tokens."""
-        if (self._ids.count > 0 or self._selecting_rows) and not has_memory_for(partial(self._leave, log)):
-            self.discard_cache()  # better no cache than no text
+        if self._ids.count > 0 or self._selecting_rows:
+            with recovering() as outcome:
+                self._leave(log)
+            if outcome.failure is not None:
+                self.discard_cache()  # better no cache than no text
         self.end()
 
     def end(self) -> None:
         """Join the parts of a split cache, and stop keeping what has left a window."""
         split = self.cache
         if isinstance(split, SplitCache):
-            try:
+            with recovering(CacheError) as outcome:
                 self.executor.cache = split.joined()
                 self.cache.log = split.log
-            except Exception as error:
-                if not (isinstance(error, CacheError) or is_out_of_memory(error)):
-                    raise
-                _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
+            if (why := outcome.failure) is not None:
+                _logger.warning("the result has no cache, because its parts could not be put together: %s", why)
                 split.give_up()
         if self._keeps_past is not None:
             self._keeps_past.keep_past(False)

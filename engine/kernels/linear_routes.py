@@ -32,7 +32,7 @@ from caches.platform.machine import (
     usable_processors,
     write_atomically,
 )
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import recovering
 from caches.platform.torch_api import has_onednn, onednn_linear
 from engine.kernels.linear_kernels import kernels
 
@@ -203,7 +203,7 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
     """The fastest route per shape and bucket; none if memory is out. Raises `_Busy`."""
     assert len(_ROWS) == len(ROW_LIMITS) + 1
     least, most = _POOL_BYTES
-    try:
+    with recovering():
         # Larger than the processor's caches. Not torch.zeros: its pages may all be one physical page.
         bytes = min(max(least, last_level_cache_bytes() * 5 // 4), most)
         pool = torch.full((bytes // 4,), 0.01, dtype=torch.float32, device="cpu")
@@ -212,10 +212,7 @@ def _measure(shapes: Iterable[Shape]) -> dict[Shape, Names]:
         works = {(shape, rows): _works(_matrices(pool, shape, rows), rows) for shape in shapes for rows in _ROWS}
         found = against_torch(works, partial(_check_quiet, pool))
         return {shape: tuple(_fastest(found[shape, rows]) for rows in _ROWS) for shape in shapes}
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return {}
+    return {}
 
 
 class _Busy(Exception):

@@ -24,6 +24,7 @@ from caches import EngineCache, HFCacheAdapter, NoCache, UnsupportedLayerError, 
 from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.torch_api import hooks_of
 from caches.platform.transformers_api import accelerate_hook
+from caches.platform.undo import on_failure
 from caches.protocol import attention_view
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
@@ -189,11 +190,8 @@ class Text:
                 attention_view(cache).set_padding(columns.left_padding)
             step = Step(ids, columns, cache, 0, begin, end, begin == 0)
             cache.begin(end - begin)
-            try:
+            with on_failure(cache.abort):
                 logits = self._runner.forward_once(step, inputs).logits[:, begin - end :]
-            except BaseException:
-                cache.abort()
-                raise
             cache.commit()
         assert logits is not None
         return logits[0] if len(ids) == 1 else logits[:, -1]

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -141,26 +141,19 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
     """Run a request to its end, or until its first chunk is there where it streams."""
     try:
         job = await _while_connected(request, service.begin(body))
+        chunks = service.chunks(job)
+        async with AsyncExitStack() as on_error:
+            on_error.push_async_callback(chunks.aclose)
+            first = await _while_connected(request, anext(chunks) if body.stream else _to_end(chunks))
+            on_error.pop_all()
     except _Disconnected:
         service.metrics.ended("cancelled")
         return Response(status_code=499)
     except Exception as failed:
         return _failed(service, failed)
-    chunks = service.chunks(job)
-    try:
-        if body.stream:
-            first = await _while_connected(request, anext(chunks))
-            return StreamingResponse(
-                _events(service, job, first, chunks), media_type="text/event-stream", headers=_STREAMED
-            )
-        await _while_connected(request, _to_end(chunks))
-    except _Disconnected:
-        await chunks.aclose()
-        service.metrics.ended("cancelled")
-        return Response(status_code=499)
-    except Exception as failed:
-        await chunks.aclose()
-        return _failed(service, failed)
+    if first is not None:
+        events = _events(service, job, first, chunks)
+        return StreamingResponse(events, media_type="text/event-stream", headers=_STREAMED)
     service.metrics.ended("ok")
     return await asyncio.to_thread(lambda: JSONResponse(_complete(job)))  # log probabilities take a while
 

@@ -194,7 +194,7 @@ def test_several_prompts_are_a_batch(cli, shipped):
     assert cli(["generate", "-f", "-", "-n", "5"], input=PROMPT).stdout == alone + "\n"
 
 
-def test_old_names_are_aliases(cli):
+def test_long_names_have_short_aliases(cli):
     names = {
         "--num-return-sequences": "--samples", "--prompt-lookup-num-tokens": "--prompt-lookup",
         "--stop-strings": "--stop", "--assistant-model": "--draft", "--num-assistant-tokens": "--draft-tokens",

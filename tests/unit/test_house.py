@@ -154,23 +154,9 @@ def test_public_names(room):
         assert getattr(room, name) is not None
 
 
-@pytest.mark.parametrize(
-    ("room", "old", "new"),
-    [
-        (engine, "CtrlC", "UserInterrupt"),
-        (engine, "Piece", "StreamChunk"),
-        (caches, "Driven", "EngineCache"),
-        (caches, "move", "migrate"),
-        (strategies, "each", "repeat_rows_index"),
-        (configs, "RUNGS", "FALLBACKS"),
-    ],
-)
-def test_old_names_warn(room, old, new):
-    with pytest.warns(DeprecationWarning, match=f"{room.__name__}.{old} is now {room.__name__}.{new}") as warned:
-        assert getattr(room, old) is getattr(room, new)
-    assert [warning.filename for warning in warned] == [__file__]
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        room.nonsense  # noqa: B018
+def test_a_name_that_is_imported_on_first_use_has_to_be_one():
+    with pytest.raises(AttributeError, match="module 'engine' has no attribute 'nonsense'"):
+        engine.nonsense  # noqa: B018
 
 
 def test_every_error_has_its_root():

@@ -392,8 +392,3 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
     assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).route((8, 8), 1) is None
-
-
-def test_the_old_name_of_the_kernel():
-    with pytest.warns(DeprecationWarning, match="now part of 'auto'"):
-        assert engine.EngineConfig(linears="gemv").linears == "auto"
