@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from caches.spec.quirks import quirks_of
-from caches.transformers_api import supports_default_dynamic_cache
+from caches.layers.quirks import quirks_of
+from caches.platform.transformers_api import supports_default_dynamic_cache
 from engine.model.forward_parameters import forward_parameters
 
 
@@ -17,7 +17,7 @@ class CacheArgument:
     """The parameter of a model's forward for the cache.
 
     name: of the parameter. can_be_ours: whether the model accepts this project's caches. has_own: see
-    `caches.spec.quirks`.
+    `caches.layers.quirks`.
     """
 
     name: str

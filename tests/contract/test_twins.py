@@ -28,20 +28,20 @@ from strategies import registry as strategy_registry
 REGISTRIES = {"caches/backends.py", "caches/quantization/codec.py", "configs/cache.py", "configs/quantized.py"}
 # Words of others that are spelled like one of ours: of RoPE, of OpenAI's tools, of packages, layers and parameters.
 OTHER_WORDS = {
-    ("caches/spec/model_version.py", "dynamic"),
-    ("caches/spec/rope.py", "dynamic"),
-    ("caches/spec/quirks.py", "mamba"),
-    ("engine/model/low_bit_linears.py", "hqq"),
+    ("caches/layers/model_version.py", "dynamic"),
+    ("caches/layers/rope.py", "dynamic"),
+    ("caches/layers/quirks.py", "mamba"),
+    ("engine/kernels/low_bit_linears.py", "hqq"),
     ("engine/request/parameter_hints.py", "quantized"),
     ("engine/request/parameter_hints.py", "sliding_window"),
-    ("engine/serving/http/protocol.py", "none"),
+    ("engine/server/protocol.py", "none"),
     ("engine/model/model_sizes.py", "dynamic"),
     ("engine/model/rope_frequencies.py", "dynamic"),
-    ("engine/serving/http/reading.py", "none"),
+    ("engine/server/reading.py", "none"),
     ("engine/model/masks.py", "none"),
     ("engine/model/masks.py", "hybrid"),
-    ("caches/spec/layer_spec.py", "hybrid"),
-    ("caches/spec/layer_spec.py", "sliding_window"),
+    ("caches/layers/layer_spec.py", "hybrid"),
+    ("caches/layers/layer_spec.py", "sliding_window"),
 }
 IN_SHORT = ("dynamic", "offloaded", "quantized", "encoder_decoder", "none")
 OPTIONS = {
@@ -260,8 +260,8 @@ def test_few_bits_of_keys_per_token_warn_once_before_any_work(monkeypatch, caplo
 
 
 def test_a_strategy_under_another_name_has_the_limits_of_the_original(strategy_twins):
-    from engine.serving.http.protocol import ChatRequest
-    from engine.serving.http.reading import Limits, parameters
+    from engine.server.protocol import ChatRequest
+    from engine.server.reading import Limits, parameters
 
     def asked(name: str, **more: Any) -> str:
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], "engine": {"strategy": name}} | more

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, GenerationMixin
 
 import caches
 import strategies
-from caches.spec.quirks import _QUIRKS, Quirks, read_layers
+from caches.layers.quirks import _QUIRKS, Quirks, read_layers
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
 
@@ -41,7 +41,7 @@ def test_every_family_exists():
 def test_no_other_file_names_a_family():
     names = families() | set(_QUIRKS) | {name for name in dir(transformers) if name[:1].isupper()}
     names -= {*caches.names(), *strategies.names(), ""}
-    assert not comparisons(names, {"caches/spec/quirks.py", PUBLIC}, set())
+    assert not comparisons(names, {"caches/layers/quirks.py", PUBLIC}, set())
 
 
 @pytest.mark.parametrize(("name", "has_windows"), [*((name, True) for name in ROTATED), ("exaone4", False)])
