@@ -195,14 +195,7 @@ class Text:
         for end in ends:
             real = torch.ones_like(ids[:, :end]) if mask is None else mask[:, :end]
             begin = cache.total_tokens
-            columns = Columns(real, ids.shape[1])
-            if begin == 0:
-                attention_view(cache).set_padding(columns.left_padding)
-            step = Step(ids, columns, cache, 0, begin, end, begin == 0)
-            cache.begin(end - begin)
-            with on_failure(cache.abort):
-                logits = self._runner.forward_once(step, inputs).logits[:, begin - end :]
-            cache.commit()
+            logits = self._forward(ids, Columns(real, ids.shape[1]), cache, end, inputs).logits[:, begin - end :]
         assert logits is not None
         return logits[0] if len(ids) == 1 else logits[:, -1]
 
@@ -215,11 +208,8 @@ class Text:
             attention_view(cache).set_padding(columns.left_padding)
         step = Step(ids, columns, cache, 0, begin, end, begin == 0)
         cache.begin(end - begin)
-        try:
+        with on_failure(cache.abort):
             outputs = self._runner.forward_once(step, inputs)
-        except BaseException:
-            cache.abort()
-            raise
         cache.commit()
         return outputs
 
