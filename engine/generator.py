@@ -23,8 +23,9 @@ from engine.model.low_bit_linears import convert_linears
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators
 from engine.output.hf_streamers import ending
+from engine.parameters import parameters, takes
 from engine.planning.free_memory import find_free
-from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
+from engine.request.call import ONE_TOKEN, Call, read_call
 from engine.request.logits_processors import with_own_processors
 from engine.request.parameters import read
 from engine.result import Generation

@@ -1,20 +1,18 @@
-"""The types and ranges of all parameters of a call, in one table; each value is read once, before any work."""
+"""The parameters of a call are read, each once and before any work."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from transformers import GenerationConfig
 
-from engine.chats import OPTIONS
+from engine import readers
 from engine.errors import OptionError
-from engine.request import kinds
+from engine.parameters import PARAMETERS
+from engine.readers import Reader, WrongValue
 from engine.request.call import Call
-from engine.request.kinds import Kind, WrongValue
 from engine.request.parameter_hints import hint
 
 
@@ -39,91 +37,50 @@ def _generation_config(value: Any) -> GenerationConfig:
     return config
 
 
-# Fields of a `GenerationConfig`. Some have a smaller range, which the strategy that uses them knows.
-_FIELDS: dict[str, Kind] = {
-    **dict.fromkeys(("max_new_tokens", "max_length", "max_cache_len", "prefill_chunk_size"), kinds.POSITIVE),
-    **dict.fromkeys(("min_new_tokens", "min_length", "top_k"), kinds.COUNT),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), kinds.COUNT),
-    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences", "num_assistant_tokens"), kinds.INTEGER),
-    **dict.fromkeys(("prompt_lookup_num_tokens", "max_matching_ngram_size"), kinds.INTEGER),
-    **dict.fromkeys(("pad_token_id", "bos_token_id"), kinds.ID),
-    "eos_token_id": Kind("a token id, a list of them, or [] for no end", kinds.end_ids),
-    **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"), kinds.SOME_IDS),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), kinds.IDS),
-    **dict.fromkeys(("length_penalty", "diversity_penalty", "penalty_alpha", "guidance_scale"), kinds.FINITE),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), kinds.OVER_0),
-    **dict.fromkeys(("top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"), kinds.SHARE),
-    "assistant_confidence_threshold": kinds.FINITE,
-    "temperature": kinds.number("a number over 0, or 0 without do_sample", 0, math.inf),
-    "max_time": kinds.number("a number of seconds", -math.inf, math.inf),
-    "early_stopping": Kind("True, False or 'never'", kinds.early_stopping),
-    "stop_strings": Kind("a text or a list of texts", kinds.texts),
-    "bad_words_ids": Kind("a list of lists of one or more token ids", kinds.id_lists),
-    "sequence_bias": Kind("a dict of tuples of token ids and numbers, or a list of pairs of these", kinds.bias),
-    "exponential_decay_length_penalty": Kind("a pair: the tokens before it begins, and a factor", kinds.decay),
-    "watermarking_config": Kind("a watermarking configuration of transformers", kinds.watermark),
-    **dict.fromkeys(("cache_implementation", "num_assistant_tokens_schedule"), kinds.TEXT),
-    "cache_config": Kind("a dict of options or a CacheConfig", kinds.cache_options),
-    **dict.fromkeys(
-        ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "token_healing"), kinds.FLAG
-    ),
-    **dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), kinds.FLAG),
-    **dict.fromkeys(
-        ("return_dict_in_generate", "disable_compile", "use_mtp", "low_memory", "is_assistant"), kinds.FLAG
-    ),
+# Parameters that `engine.parameters` does not name: the rarer fields of a `GenerationConfig`, and two of transformers.
+_RARER: dict[str, Reader] = {
+    **dict.fromkeys(("max_cache_len", "prefill_chunk_size"), readers.POSITIVE),
+    "encoder_no_repeat_ngram_size": readers.COUNT,
+    "bos_token_id": readers.ID,
+    "decoder_start_token_id": readers.SOME_IDS,
+    "encoder_repetition_penalty": readers.OVER_0,
+    "top_h": readers.SHARE,
+    "assistant_confidence_threshold": readers.FINITE,
+    "watermarking_config": Reader("a watermarking configuration of transformers", readers.watermark),
+    "num_assistant_tokens_schedule": readers.TEXT,
+    **dict.fromkeys(("remove_invalid_values", "token_healing", "return_dict_in_generate"), readers.FLAG),
+    **dict.fromkeys(("disable_compile", "use_mtp", "low_memory", "is_assistant"), readers.FLAG),
+}
+_FIELDS = {name: row.reader for name, row in PARAMETERS.items() if row.of_config} | _RARER
+_READERS = {
+    **{name: row.reader for name, row in PARAMETERS.items()},
+    **_RARER,
+    "generation_config": Reader("a GenerationConfig, or a dict of its fields", _generation_config),
+    **dict.fromkeys(("synced_gpus", "trust_remote_code"), readers.FLAG),
 }
 
-# Fields that shape a distribution to draw from.
-SAMPLING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
-
-# Those that are no fields of a `GenerationConfig`.
-_OTHERS: dict[str, Kind] = {
-    "tokenizer": kinds.TOKENIZER,
-    "assistant_tokenizer": kinds.TOKENIZER,
-    "generation_config": Kind("a GenerationConfig, or a dict of its fields", _generation_config),
-    "strategy": Kind("a strategy's name, or an object with name, samples and flow()", kinds.strategy),
-    "past_key_values": Kind("a cache, or a tuple of 2 or 4 tensors for each layer", kinds.past),
-    "seed": kinds.SEED,
-    "top_logprobs": kinds.COUNT,
-    **dict.fromkeys(("trust_cache", "return_legacy_cache", "synced_gpus", "trust_remote_code", *OPTIONS), kinds.FLAG),
-    **dict.fromkeys(("logits_processor", "stopping_criteria"), kinds.CALLABLES),
-    "prefix_allowed_tokens_fn": Kind("something callable", kinds.constraint),
-    "response_format": Kind(
-        "a dict as in OpenAI's interface, or a list of one for each prompt", kinds.or_each(kinds.response_format)
-    ),
-    "json_schema": Kind(
-        "a JSON schema as a dict or its text, a pydantic model, or a list of one for each prompt",
-        kinds.or_each(kinds.schema),
-    ),
-    "regex": Kind("a regular expression as a text, or a list of one for each prompt", kinds.or_each(kinds.form)),
-    "grammar": Kind(
-        "a grammar in Lark's notation as a text, or a list of one for each prompt", kinds.or_each(kinds.form)
-    ),
-    "choices": Kind("a list of texts, or a list of such lists, one for each prompt", kinds.all_choices),
-    "cancellation": kinds.having("is_set", words="a threading.Event, and set() it to stop the run"),
-    "streamer": kinds.having("put", "end", words="a TextStreamer or another BaseStreamer of transformers"),
-}
-KINDS = _FIELDS | _OTHERS
+# Parameters that shape a distribution to draw from.
+SAMPLING = {name for name, row in PARAMETERS.items() if row.draws} | {"top_h"}
 
 
 def read(said: str, value: Any, name: str | None = None) -> Any:
     """The value of the parameter `name` as it is kept; None stays None. said: its name in the `OptionError`."""
-    kind = KINDS.get(name or said)
-    if kind is None or value is None:
+    reader = _READERS.get(name or said)
+    if reader is None or value is None:
         return value
     try:
-        return kind.read(value)
+        return reader.read(value)
     except WrongValue as wrong:
         more = str(wrong)
-        raise OptionError(f"{said} {more}" if more else f"{said}={value!r:.120}, but it is {kind.words}") from wrong
+        raise OptionError(f"{said} {more}" if more else f"{said}={value!r:.120}, but it is {reader.words}") from wrong
 
 
 def read_parameters(call: Call) -> Call:
     """The call with every parameter read. Raises `OptionError`."""
-    own = {name: read(name, getattr(call, name)) for name in KINDS if hasattr(call, name)}
+    own = {name: read(name, value) for name, value in call.own.items()}
     options = {name: read(name, value) for name, value in call.options.items()}
     options.pop("trust_remote_code", None)  # about loading a model, as in transformers
-    return replace(call, **own, options=options)
+    return Call(own, options)
 
 
 def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:

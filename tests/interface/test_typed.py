@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 import engine
-from engine.request.call import parameters
+from engine.parameters import parameters
 
 FACES = [engine.generate, engine.stream, engine.Generator.generate, engine.Generator.stream]
 RECORDS = [engine.Generation, engine.Stats, engine.StreamChunk, engine.Plan, engine.BackendPlan, engine.Fallback]
