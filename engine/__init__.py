@@ -10,7 +10,7 @@ from kvengine import check_siblings, old_names
 
 check_siblings(__file__, "configs", "caches", "strategies")
 
-from engine.parameters import parameters, takes
+from engine.parameters import generate_parameters, takes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
-@takes(parameters)
+@takes(generate_parameters)
 def generate(
     model: PreTrainedModel | str | Path, inputs: Any = None, generation_config: Any = None, **arguments: Any
 ) -> Generation:
@@ -134,7 +134,7 @@ def generate(
     return _generator(model, arguments).generate(inputs, generation_config, **arguments)
 
 
-@takes(parameters, documented_by=generate)
+@takes(generate_parameters, documented_by=generate)
 def stream(
     model: PreTrainedModel | str | Path, inputs: Any = None, generation_config: Any = None, **arguments: Any
 ) -> Stream:

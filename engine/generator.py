@@ -23,7 +23,7 @@ from engine.model.low_bit_linears import convert_linears
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators
 from engine.output.hf_streamers import ending
-from engine.parameters import parameters, takes
+from engine.parameters import generate_parameters, takes
 from engine.planning.free_memory import find_free
 from engine.request.call import ONE_TOKEN, Call, read_call
 from engine.request.logits_processors import with_own_processors
@@ -80,12 +80,12 @@ class Generator:
     def tokenizer(self, tokenizer: Any) -> None:
         self._builder.tokenizer = tokenizer
 
-    @takes(parameters, documented_by=engine.generate)
+    @takes(generate_parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
         return self._builder.start(self._call(inputs, generation_config, arguments), streams=False).to_end()
 
-    @takes(parameters, documented_by=engine.generate)
+    @takes(generate_parameters, documented_by=engine.generate)
     def stream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Stream:
         """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
@@ -176,7 +176,7 @@ class Generator:
         generate = partial(self.generate, cache=cache, cache_config=cache_config)
         return score(generate, self.model, read_texts(texts, self.tokenizer), rows, piece_tokens)
 
-    @takes(parameters, documented_by=engine.generate)
+    @takes(generate_parameters, documented_by=engine.generate)
     def astream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> AsyncStream:
         """`stream` for `async for`: the run is in a thread of its own, and begins with the first chunk asked for.
 

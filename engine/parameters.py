@@ -62,7 +62,7 @@ class Field:
     type: Any = None
     over: float | None = None
     least: float | None = None
-    most: float | None = None
+    most: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Parameter:
 
 
 # fmt: off
-def parameters(
+def generate_parameters(
     inputs: Annotated[Any, Parameter(
         "A text, a list of texts, chat messages, ids (LongTensor [rows, tokens] or lists), or a mapping with "
         "`input_ids` or `inputs_embeds`, `attention_mask` and whatever else the model takes (pixels, ...). Default: "
@@ -331,17 +331,25 @@ def parameters(
 
 
 PARAMETERS: Mapping[str, Parameter] = {
-    name: annotation.__metadata__[0] for name, annotation in parameters.__annotations__.items() if name != "return"
+    name: annotation.__metadata__[0]
+    for name, annotation in generate_parameters.__annotations__.items()
+    if name != "return"
 }
 """The rows by name."""
 
 
 def type_of(name: str) -> str:
     """The type of a parameter as editors show it."""
-    annotation = parameters.__annotations__[name].__origin__
+    annotation = generate_parameters.__annotations__[name].__origin__
     text = getattr(annotation, "__forward_arg__", "")
     text = text or (annotation.__name__ if isinstance(annotation, type) else str(annotation))
     return re.sub(r"\b(typing|collections\.abc)\.", "", text)
+
+
+def words_of(name: str) -> str:
+    """The type of what is given, for a page: None is "not said" everywhere."""
+    text, reader = type_of(name).removesuffix(" | None"), PARAMETERS[name].reader
+    return reader.words if text == "Any" and reader is not None else text
 
 
 def help_of(name: str) -> str:
@@ -354,10 +362,8 @@ def _documentation() -> str:
     """The parameters in the notation of numpy's docstrings."""
     lines = []
     for name, row in PARAMETERS.items():
-        kind = type_of(name).removesuffix(" | None")
-        kind = row.reader.words if kind == "Any" and row.reader is not None else kind
         default = f"default {row.default}" if row.default else "optional"
-        lines.append("**model_inputs" if name == "model_inputs" else f"{name} : {kind}, {default}")
+        lines.append("**model_inputs" if name == "model_inputs" else f"{name} : {words_of(name)}, {default}")
         lines += [indent(line, "    ") for line in wrap(help_of(name), 116, break_on_hyphens=False)]
     return "\n".join(lines)
 

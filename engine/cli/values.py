@@ -13,8 +13,9 @@ from typing import Any
 from configs import EngineConfig, preset, presets
 from engine.cli import options
 from engine.errors import OptionError
+from engine.parameters import PARAMETERS
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING = [name for name, row in PARAMETERS.items() if row.draws and row.flag]
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
 # Options with the name of their generation parameter.
 _NAMED = [
@@ -82,7 +83,7 @@ def one_model(path: str | None, named: str | None) -> str | None:
 
 def _option(name: str) -> str:
     """The command line's option for a parameter."""
-    return _INSTEAD.get(name, f"--{name.replace('_', '-')}")
+    return _INSTEAD.get(name, options.own_name(name))
 
 
 def engine_config(chosen: str | None, given: dict[str, Any]) -> EngineConfig:

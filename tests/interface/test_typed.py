@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 import engine
-from engine.parameters import parameters
+from engine.parameters import generate_parameters
 
 FACES = [engine.generate, engine.stream, engine.Generator.generate, engine.Generator.stream]
 RECORDS = [engine.Generation, engine.Stats, engine.StreamChunk, engine.Plan, engine.BackendPlan, engine.Fallback]
@@ -47,7 +47,7 @@ def documented(text):
 
 
 def test_every_parameter_is_documented_once():
-    declared = list(inspect.signature(parameters).parameters)
+    declared = list(inspect.signature(generate_parameters).parameters)
     names = documented(inspect.getdoc(engine.generate))
     assert len(names) == len(set(names))
     assert {name.lstrip("*") for name in names} - {"model"} == set(declared)
@@ -57,7 +57,7 @@ def test_every_parameter_is_documented_once():
 @pytest.mark.parametrize("face", FACES, ids=lambda face: face.__qualname__)
 def test_signatures_and_help_show_them(face):
     shown = inspect.signature(face).parameters
-    assert list(shown)[1:] == list(inspect.signature(parameters).parameters)
+    assert list(shown)[1:] == list(inspect.signature(generate_parameters).parameters)
     assert shown["cache"].kind is shown["num_beams"].kind is inspect.Parameter.KEYWORD_ONLY
     text = pydoc.plain(pydoc.render_doc(face))
     assert "cache: " in text.partition("\n\n")[2].partition("\n\n")[0]
