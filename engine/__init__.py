@@ -166,7 +166,7 @@ def generate_many(
 def _generator(model: PreTrainedModel | str | Path, arguments: dict[str, Any]) -> Generator:
     from configs import EngineConfig
     from engine import Generator
-    from engine.request.parameters import read
+    from engine.request.call import read
 
     trust = read("trust_remote_code", arguments.get("trust_remote_code"))
     return Generator(model, arguments.get("tokenizer"), EngineConfig(trust_remote_code=bool(trust)))

@@ -25,9 +25,8 @@ from engine.out_of_memory import empty_allocators
 from engine.output.hf_streamers import ending
 from engine.parameters import generate_parameters, takes
 from engine.planning.free_memory import find_free
-from engine.request.call import ONE_TOKEN, Call, read_call
+from engine.request.call import ONE_TOKEN, Call, read, read_call
 from engine.request.logits_processors import with_own_processors
-from engine.request.parameters import read
 from engine.result import Generation
 from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix

@@ -283,15 +283,15 @@ def choices(value: Any) -> list[str]:
     return found
 
 
-def or_each(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The value for all prompts, or a list with one, or None, for each."""
+def or_each(words: str, read: Callable[[Any], Any]) -> Reader:
+    """A value for all prompts, or a list with one, or None, for each."""
 
     def read_each(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return read(value)
         return [None if one is None else read(one) for one in value]
 
-    return read_each
+    return Reader(f"{words} or a list of one for each prompt", read_each)
 
 
 def all_choices(value: Any) -> Any:

@@ -51,16 +51,16 @@ def own_name(name: str) -> str:
 def of_parameter(name: str, help: str = "") -> Declared:
     """The option of a parameter of `generate`. help: in place of its own."""
     row = PARAMETERS[name]
-    flag, reader = row.flag or Flag(""), row.reader
-    default = f" Default: {row.default}." if row.default not in ("", "False") else ""
-    help = help or flag.help or row.help.partition(". ")[0].removesuffix(".") + "." + default
-    kind = flag.type or (reader and reader.scalar)
-    checks = None if flag.type or reader is None else _check(reader)
-    names = (own_name(name), *flag.names)
-    default_value = False if kind is bool else None
-    return option(
-        kind, flag.metavar or None, help, *names, default=default_value, autocompletion=flag.complete, callback=checks
-    )
+    shown, reader = row.flag or Flag(), row.reader
+    names, kind = (own_name(name), *shown.names), shown.type or (reader and reader.scalar)
+    if not (help := help or shown.help):
+        help = row.help.partition(". ")[0].removesuffix(".") + ("; may be repeated." if kind == list[str] else ".")
+    if kind is bool:
+        return flag(help, *names)
+    if shown.type or reader is None:
+        return option(kind, shown.metavar, help, *names, autocompletion=shown.complete)
+    help += f" Default: the model's own, or {row.default}." if row.default else ""
+    return option(kind, shown.metavar, help, *names, callback=_check(reader))
 
 
 def of_parameters(panel: str) -> dict[str, Declared]:

@@ -1,11 +1,19 @@
-"""What a call of `generate` said: the engine's own parameters, and those of transformers and of the model."""
+"""What a call of `generate` said; each parameter is read once, before any work."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import GenerationConfig
+
+from engine import readers
+from engine.errors import OptionError
 from engine.parameters import PARAMETERS
+from engine.readers import Reader, WrongValue
+from engine.request.parameter_hints import hint
 
 # Of calls that read a prompt, whatever the model's own settings say.
 ONE_TOKEN: dict[str, Any] = {
@@ -13,7 +21,7 @@ ONE_TOKEN: dict[str, Any] = {
     "guidance_scale": 1.0,
 }  # fmt: skip
 _SAME_NAMES = {"cache_config", "cache_implementation"}  # as fields of a GenerationConfig
-OWN = {name for name, row in PARAMETERS.items() if not row.of_config} - {"model_inputs"} | _SAME_NAMES
+OWN = {name for name, row in PARAMETERS.items() if not row.is_setting} - {"model_inputs"} | _SAME_NAMES
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,83 @@ class Call:
 
 
 def read_call(inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Call:
-    """The arguments as given, in their places; `engine.request.parameters.read_parameters` checks their types."""
+    """The arguments as given, in their places; `read_parameters` checks their types."""
     own = {name: arguments.pop(name) for name in OWN & set(arguments)}
     return Call({"inputs": inputs, "generation_config": generation_config} | own, arguments)
+
+
+def _generation_config(value: Any) -> GenerationConfig:
+    """With all fields read. The one that was given stays as it is."""
+    if isinstance(value, Mapping):
+        known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+        for name in value:
+            if name not in known:
+                raise WrongValue(f"has no field {name!r}; {hint(str(name), known)}")
+        fields = {name: read("generation_config: " + name, one, name) for name, one in value.items()}
+        try:
+            return GenerationConfig(**fields)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise WrongValue(f"has fields that contradict each other: {error}") from error
+    if not isinstance(value, GenerationConfig):
+        raise WrongValue
+    config = copy.copy(value)
+    for name in _FIELDS:
+        if getattr(value, name, None) is not None:
+            setattr(config, name, read("generation_config: " + name, getattr(value, name), name))
+    return config
+
+
+# Parameters that `engine.parameters` does not name: the rarer fields of a `GenerationConfig`, and two of transformers.
+_RARER: dict[str, Reader] = {
+    **dict.fromkeys(("max_cache_len", "prefill_chunk_size"), readers.POSITIVE),
+    "encoder_no_repeat_ngram_size": readers.COUNT,
+    "bos_token_id": readers.ID,
+    "decoder_start_token_id": readers.SOME_IDS,
+    "encoder_repetition_penalty": readers.OVER_0,
+    "top_h": readers.SHARE,
+    "assistant_confidence_threshold": readers.FINITE,
+    "watermarking_config": Reader("a watermarking configuration of transformers", readers.watermark),
+    "num_assistant_tokens_schedule": readers.TEXT,
+    **dict.fromkeys(("remove_invalid_values", "token_healing", "return_dict_in_generate"), readers.FLAG),
+    **dict.fromkeys(("disable_compile", "use_mtp", "low_memory", "is_assistant"), readers.FLAG),
+}
+_FIELDS = {name: row.reader for name, row in PARAMETERS.items() if row.is_setting} | _RARER
+_READERS = {
+    **{name: row.reader for name, row in PARAMETERS.items()},
+    **_RARER,
+    "generation_config": Reader("a GenerationConfig, or a dict of its fields", _generation_config),
+    **dict.fromkeys(("synced_gpus", "trust_remote_code"), readers.FLAG),
+}
+
+# Parameters that shape a distribution to draw from.
+SAMPLING = {name for name, row in PARAMETERS.items() if row.draws} | {"top_h"}
+
+
+def read(said: str, value: Any, name: str | None = None) -> Any:
+    """The value of the parameter `name` as it is kept; None stays None. said: its name in the `OptionError`."""
+    reader = _READERS.get(name or said)
+    if reader is None or value is None:
+        return value
+    try:
+        return reader.read(value)
+    except WrongValue as wrong:
+        more = str(wrong)
+        raise OptionError(f"{said} {more}" if more else f"{said}={value!r:.120}, but it is {reader.words}") from wrong
+
+
+def read_parameters(call: Call) -> Call:
+    """The call with every parameter read. Raises `OptionError`."""
+    own = {name: read(name, value) for name, value in call.own.items()}
+    options = {name: read(name, value) for name, value in call.options.items()}
+    options.pop("trust_remote_code", None)  # about loading a model, as in transformers
+    return Call(own, options)
+
+
+def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`."""
+    sources = (options.get("do_sample"), getattr(given, "do_sample", None), config.do_sample)
+    draws = next((value for value in sources if value is not None), False)
+    left = {name for name in _FIELDS if name not in options and getattr(given, name, None) is None}
+    left -= set() if draws else SAMPLING
+    found = {name: getattr(config, name, None) for name in _FIELDS if name in left}
+    return {name: read(f"model.generation_config.{name}", one, name) for name, one in found.items() if one is not None}

@@ -35,7 +35,7 @@ from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import vocabulary_of
 from engine.parameters import PARAMETERS
 from engine.prompt import EncodedPrompt, Prompt, is_chat, read_prompt
-from engine.request.call import Call
+from engine.request.call import SAMPLING, Call, read_own
 from engine.request.checks import (
     check_applies,
     check_embeds,
@@ -64,7 +64,6 @@ from engine.request.generation_helpers import (
 from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
-from engine.request.parameters import SAMPLING, read_own
 from engine.request.request import Request
 from engine.request.strategy import check_logprobs, choose_strategy, pop_own_options
 from strategies import Strategy

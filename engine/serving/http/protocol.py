@@ -85,9 +85,8 @@ def _limits(name: str) -> Any:
     field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
     if field.type is not None or reader is None:
         return Field(max_length=field.most)
-    least, most = (reader.least if field.least is None else field.least), field.most
-    most = reader.most if most is None else most
-    return Field(gt=field.over, ge=least if field.over is None else None, le=most)
+    least = reader.least if field.least is None else field.least
+    return Field(ge=least, le=reader.most if field.most is None else field.most)
 
 
 def _type(name: str) -> Any:
