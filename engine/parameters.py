@@ -316,15 +316,15 @@ def words_of(name: str) -> str:
 
 def help_of(name: str) -> str:
     """What a parameter means to a call."""
-    row = PARAMETERS[name]
-    return f"With `do_sample`: {row.help[0].lower()}{row.help[1:]}" if row.draws else row.help
+    parameter = PARAMETERS[name]
+    return f"With `do_sample`: {parameter.help[0].lower()}{parameter.help[1:]}" if parameter.draws else parameter.help
 
 
 def _documentation() -> str:
     """The parameters in the notation of numpy's docstrings."""
     lines = []
-    for name, row in PARAMETERS.items():
-        default = f"default {row.default}" if row.default else "optional"
+    for name, parameter in PARAMETERS.items():
+        default = f"default {parameter.default}" if parameter.default else "optional"
         lines.append("**model_inputs" if name == "model_inputs" else f"{name} : {words_of(name)}, {default}")
         lines += [indent(line, "    ") for line in wrap(help_of(name), 116, break_on_hyphens=False)]
     return "\n".join(lines)

@@ -148,7 +148,8 @@ class RunBuilder:
         """
         started = time.perf_counter()
         call = read_parameters(call)
-        call = replace(call, own=call.own | {"tokenizer": self.tokenizer}) if call.tokenizer is None else call
+        if call.tokenizer is None:
+            call = replace(call, arguments=call.arguments | {"tokenizer": self.tokenizer})
         runner, config, ranks = self._runner, self.config, self._runner.ranks
         stop = Cancellation(call.cancellation, ranks)
         fallbacks = config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)

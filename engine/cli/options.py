@@ -43,29 +43,30 @@ def argument(kind: Any, metavar: str, help: str, **settings: Any) -> Declared:
     return Declared(kind | None, None, typer.Argument(metavar=metavar, help=help, show_default=False, **settings))
 
 
-def own_name(name: str) -> str:
+def option_name(name: str) -> str:
     """The option with the name of a parameter."""
     return f"--{name.replace('_', '-')}"
 
 
 def of_parameter(name: str, help: str = "") -> Declared:
     """The option of a parameter of `generate`. help: in place of its own."""
-    row = PARAMETERS[name]
-    shown, reader = row.flag or Flag(), row.reader
-    names, kind = (own_name(name), *shown.names), shown.type or (reader and reader.scalar)
-    if not (help := help or shown.help):
-        help = row.help.partition(". ")[0].removesuffix(".") + ("; may be repeated." if kind == list[str] else ".")
-    if kind is bool:
+    parameter = PARAMETERS[name]
+    shown, reader = parameter.flag or Flag(), parameter.reader
+    names, value_type = (option_name(name), *shown.names), shown.type or (reader and reader.scalar)
+    sentence, repeats = parameter.help.partition(". ")[0].removesuffix("."), value_type == list[str]
+    help = help or shown.help or sentence + ("; may be repeated." if repeats else ".")
+    if value_type is bool:
         return flag(help, *names)
     if shown.type or reader is None:
-        return option(kind, shown.metavar, help, *names, autocompletion=shown.complete)
-    help += f" Default: the model's own, or {row.default}." if row.default else ""
-    return option(kind, shown.metavar, help, *names, callback=_check(reader))
+        return option(value_type, shown.metavar, help, *names, autocompletion=shown.complete)
+    help += f" Default: the model's own, or {parameter.default}." if parameter.default else ""
+    return option(value_type, shown.metavar, help, *names, callback=_check(reader))
 
 
 def of_parameters(panel: str) -> dict[str, Declared]:
     """The options of the parameters of `generate` with this heading."""
-    return {name: of_parameter(name) for name, row in PARAMETERS.items() if row.flag and row.flag.panel == panel}
+    with_option = {name: parameter.flag for name, parameter in PARAMETERS.items() if parameter.flag}
+    return {name: of_parameter(name) for name, flag in with_option.items() if flag.panel == panel}
 
 
 def _check(reader: Reader) -> Callable[[Any], Any]:

@@ -21,29 +21,30 @@ ONE_TOKEN: dict[str, Any] = {
     "guidance_scale": 1.0,
 }  # fmt: skip
 _SAME_NAMES = {"cache_config", "cache_implementation"}  # as fields of a GenerationConfig
-OWN = {name for name, row in PARAMETERS.items() if not row.is_setting} - {"model_inputs"} | _SAME_NAMES
+_ARGUMENTS = {name for name, parameter in PARAMETERS.items() if not parameter.is_setting} - {"model_inputs"}
+_ARGUMENTS |= _SAME_NAMES
 
 
 @dataclass(frozen=True)
 class Call:
-    """own: the engine's own parameters that were given, which are attributes too; None is "not said".
+    """arguments: the engine's own parameters that were given, each also an attribute; None is "not said".
 
     options: generation parameters of transformers and inputs of the model, mixed.
     """
 
-    own: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in OWN:
+        if name not in _ARGUMENTS:
             raise AttributeError(f"a call has no {name}")
-        return self.own.get(name)
+        return self.arguments.get(name)
 
 
-def read_call(inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Call:
+def read_call(inputs: Any = None, generation_config: Any = None, **options: Any) -> Call:
     """The arguments as given, in their places; `read_parameters` checks their types."""
-    own = {name: arguments.pop(name) for name in OWN & set(arguments)}
-    return Call({"inputs": inputs, "generation_config": generation_config} | own, arguments)
+    arguments = {name: options.pop(name) for name in _ARGUMENTS & set(options)}
+    return Call({"inputs": inputs, "generation_config": generation_config} | arguments, options)
 
 
 def _generation_config(value: Any) -> GenerationConfig:
@@ -81,16 +82,16 @@ _RARER: dict[str, Reader] = {
     **dict.fromkeys(("remove_invalid_values", "token_healing", "return_dict_in_generate"), readers.FLAG),
     **dict.fromkeys(("disable_compile", "use_mtp", "low_memory", "is_assistant"), readers.FLAG),
 }
-_FIELDS = {name: row.reader for name, row in PARAMETERS.items() if row.is_setting} | _RARER
+_FIELDS = {name: parameter.reader for name, parameter in PARAMETERS.items() if parameter.is_setting} | _RARER
 _READERS = {
-    **{name: row.reader for name, row in PARAMETERS.items()},
+    **{name: parameter.reader for name, parameter in PARAMETERS.items()},
     **_RARER,
     "generation_config": Reader("a GenerationConfig, or a dict of its fields", _generation_config),
     **dict.fromkeys(("synced_gpus", "trust_remote_code"), readers.FLAG),
 }
 
 # Parameters that shape a distribution to draw from.
-SAMPLING = {name for name, row in PARAMETERS.items() if row.draws} | {"top_h"}
+SAMPLING = {name for name, parameter in PARAMETERS.items() if parameter.draws} | {"top_h"}
 
 
 def read(said: str, value: Any, name: str | None = None) -> Any:
@@ -107,10 +108,10 @@ def read(said: str, value: Any, name: str | None = None) -> Any:
 
 def read_parameters(call: Call) -> Call:
     """The call with every parameter read. Raises `OptionError`."""
-    own = {name: read(name, value) for name, value in call.own.items()}
+    arguments = {name: read(name, value) for name, value in call.arguments.items()}
     options = {name: read(name, value) for name, value in call.options.items()}
     options.pop("trust_remote_code", None)  # about loading a model, as in transformers
-    return Call(own, options)
+    return Call(arguments, options)
 
 
 def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ _REMEDIES = {
 }
 
 # Fields of a `GenerationConfig` that are carried out whatever the strategy.
-_ALWAYS_APPLY = {name for name, row in PARAMETERS.items() if row.is_setting} - _REMEDIES.keys() | {
+_ALWAYS_APPLY = {name for name, parameter in PARAMETERS.items() if parameter.is_setting} - _REMEDIES.keys() | {
     "max_cache_len", "prefill_chunk_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "top_h",
     "remove_invalid_values", "watermarking_config", "return_dict_in_generate", "disable_compile", "bos_token_id",
     "transformers_version",

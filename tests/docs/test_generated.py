@@ -105,7 +105,7 @@ def test_the_parameters_are_those_of_the_table():
     rows = []
     for name, row in PARAMETERS.items():
         kind = words_of(name).replace("|", "\\|")
-        option = ", ".join(f"`{each}`" for each in (options.own_name(name), *row.flag.names)) if row.flag else ""
+        option = ", ".join(f"`{each}`" for each in (options.option_name(name), *row.flag.names)) if row.flag else ""
         field = f"`{row.field.name or f'engine.{name}'}`" if row.field else ""
         default = f" Default: {row.default}." if row.default else ""
         rows.append([f"`{name}`", f"`{kind}`", help_of(name).replace("|", "\\|") + default, option, field])

@@ -92,13 +92,13 @@ def _limits(name: str) -> Any:
 def _type(name: str) -> Any:
     """What a parameter of `generate` is in a request."""
     field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
-    kind: Any = field.type or (reader and reader.scalar)
-    kind = _TYPES.get(kind, kind)
-    return Annotated[kind | None, _limits(name)]
+    value_type: Any = field.type or (reader and reader.scalar)
+    value_type = _TYPES.get(value_type, value_type)
+    return Annotated[value_type | None, _limits(name)]
 
 
-_of_engine = [name for name, row in PARAMETERS.items() if row.field is not None and not row.field.name]
-_fields: dict[str, Any] = {name: (_type(name), None) for name in _of_engine}
+_in_requests = {name: parameter.field for name, parameter in PARAMETERS.items() if parameter.field}
+_fields: dict[str, Any] = {name: (_type(name), None) for name, field in _in_requests.items() if not field.name}
 _Parameters: Any = create_model("_Parameters", __base__=_Body, **_fields)
 
 
