@@ -24,9 +24,9 @@ from engine.model.facts import ModelFacts
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators
 from engine.output.hf_streamers import ending
-from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
+from engine.parameters import generate_parameters, takes
+from engine.request.call import ONE_TOKEN, Call, read, read_call
 from engine.request.logits_processors import with_own_processors
-from engine.request.parameters import read
 from engine.result import Generation
 from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix
@@ -79,12 +79,12 @@ class Generator:
     def tokenizer(self, tokenizer: Any) -> None:
         self._builder.tokenizer = tokenizer
 
-    @takes(parameters, documented_by=engine.generate)
+    @takes(generate_parameters, documented_by=engine.generate)
     def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
         return self._builder.start(self._call(inputs, generation_config, arguments), streams=False).to_end()
 
-    @takes(parameters, documented_by=engine.generate)
+    @takes(generate_parameters, documented_by=engine.generate)
     def stream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Stream:
         """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
@@ -175,7 +175,7 @@ class Generator:
         generate = partial(self.generate, cache=cache, cache_config=cache_config)
         return score(generate, self.model, read_texts(texts, self.tokenizer), rows, piece_tokens)
 
-    @takes(parameters, documented_by=engine.generate)
+    @takes(generate_parameters, documented_by=engine.generate)
     def astream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> AsyncStream:
         """`stream` for `async for`: the run is in a thread of its own, and begins with the first chunk asked for.
 

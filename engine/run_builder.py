@@ -44,11 +44,10 @@ from engine.out_of_memory import Exhausted, in_words
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import EncodedPrompt
-from engine.request.call import Call, read_call
+from engine.request.call import Call, read_call, read_parameters
 from engine.request.compatibility import check_together
 from engine.request.continuation import check_content, check_continues, check_goes_on, check_reader
 from engine.request.draft import DraftRequest, read_draft_request
-from engine.request.parameters import read_parameters
 from engine.request.read_request import read_request
 from engine.request.request import Request
 from engine.result import Fallback, nothing_generated
@@ -147,7 +146,8 @@ class RunBuilder:
         """
         started = time.perf_counter()
         call = read_parameters(call)
-        call = replace(call, tokenizer=self.tokenizer) if call.tokenizer is None else call
+        if call.tokenizer is None:
+            call = replace(call, arguments=call.arguments | {"tokenizer": self.tokenizer})
         runner, config, ranks = self._runner, self.config, self._runner.ranks
         stop = Cancellation(call.cancellation, ranks)
         fallbacks = config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)

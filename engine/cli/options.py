@@ -1,6 +1,7 @@
-"""The options of the commands. Each is declared once; `takes` gives them to a command.
+"""The options of the commands; `takes` gives them to a command.
 
-The options of `engine generate` are grouped as in its help. The other tables are those of the other commands.
+Those of parameters of `generate` follow from `engine.parameters`, all others are declared here. The options of `engine
+generate` are grouped as in its help. The other tables are those of the other commands.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import typer
 
 from configs import FALLBACKS, CacheConfig, presets
 from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES, WEIGHTS_CHOICES
+from engine import parameters
+from engine.parameters import PARAMETERS, Flag
+from engine.readers import Reader, WrongValue
 
 
 class Declared(NamedTuple):
@@ -37,6 +41,42 @@ def flag(help: str, *names: str) -> Declared:
 
 def argument(kind: Any, metavar: str, help: str, **settings: Any) -> Declared:
     return Declared(kind | None, None, typer.Argument(metavar=metavar, help=help, show_default=False, **settings))
+
+
+def option_name(name: str) -> str:
+    """The option with the name of a parameter."""
+    return f"--{name.replace('_', '-')}"
+
+
+def of_parameter(name: str, help: str = "") -> Declared:
+    """The option of a parameter of `generate`. help: in place of its own."""
+    parameter = PARAMETERS[name]
+    shown, reader = parameter.flag or Flag(), parameter.reader
+    names, value_type = (option_name(name), *shown.names), shown.type or (reader and reader.scalar)
+    sentence, repeats = parameter.help.partition(". ")[0].removesuffix("."), value_type == list[str]
+    help = help or shown.help or sentence + ("; may be repeated." if repeats else ".")
+    if value_type is bool:
+        return flag(help, *names)
+    if shown.type or reader is None:
+        return option(value_type, shown.metavar, help, *names, autocompletion=shown.complete)
+    help += f" Default: the model's own, or {parameter.default}." if parameter.default else ""
+    return option(value_type, shown.metavar, help, *names, callback=_check(reader))
+
+
+def of_parameters(panel: str) -> dict[str, Declared]:
+    """The options of the parameters of `generate` with this heading."""
+    with_option = {name: parameter.flag for name, parameter in PARAMETERS.items() if parameter.flag}
+    return {name: of_parameter(name) for name, flag in with_option.items() if flag.panel == panel}
+
+
+def _check(reader: Reader) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        try:
+            return None if value is None else reader.read(value)
+        except WrongValue as wrong:
+            raise typer.BadParameter(f"{value}, but it is {reader.words}") from wrong
+
+    return checked
 
 
 def takes(panels: dict[str | None, dict[str, Declared]]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -91,56 +131,16 @@ MODEL = {
         "Fallback when memory is out; may be repeated, in order. Default: release, chunk, offload, split.",
         autocompletion=lambda: list(FALLBACKS)),
 }
-CACHE = {
-    "cache": option(str, "NAME", "Cache backend, see `engine caches`, or auto for what fits; default: dynamic.",
-        autocompletion=lambda: [*CacheConfig.names(), "auto"]),
+CACHE = of_parameters(parameters.CACHE) | {
     "cache_option": option(list[str], "NAME=VALUE",
         "An option of the cache, see `engine caches NAME`; may be repeated."),
 }
-CHOOSING = {
-    "do_sample": flag("Draw tokens instead of taking the best.", "--do-sample"),
-    "temperature": option(float, "X", "Sample at this temperature; 0 is greedy.", min=0),
-    "top_k": option(int, "N", "Sample from this many most probable tokens; 0 is all.", min=0),
-    "top_p": option(float, "X", "Sample from the most probable tokens that add up to this, 0 to 1.", min=0, max=1),
-    "min_p": option(float, "X", "Sample from tokens at least this probable, relative to the most probable, 0 to 1.",
-        min=0, max=1),
-    "seed": option(int, "N", "Seed for sampling.", min=0, max=2**63),
-    "repetition_penalty": option(float, "X", "Over 1: repeat less."),
-    "num_return_sequences": option(int, "N", "Texts per prompt, sampled or the best of the beams.",
-        "--num-return-sequences", "--samples", min=1),
-    "num_beams": option(int, "N", "Search with this many beams.", min=1),
-    "num_beam_groups": option(int, "N", "Diverse beam search in so many groups.", min=1),
-    "diversity_penalty": option(float, "X", "How strongly groups avoid each other's tokens."),
-    "length_penalty": option(float, "X", "Over 0: beams favour long texts."),
-    "penalty_alpha": option(float, "X",
-        "Contrastive search: how strongly to avoid repetition, 0 to 1; needs --top-k.", min=0, max=1),
-    "prompt_lookup_num_tokens": option(int, "N",
-        "Speculative decoding from the text itself: propose so many tokens at a time.", "--prompt-lookup-num-tokens",
-        "--prompt-lookup", min=1),
-    "assistant_model": option(str, "PATH",
-        "Speculative decoding with a small model of the same kind, which proposes tokens.", "--assistant-model",
-        "--draft"),
-    "num_assistant_tokens": option(int, "N", "Tokens to propose at a time, with --assistant-model; default: 20.",
-        "--num-assistant-tokens", "--draft-tokens", min=1),
-    "strategy": option(str, "NAME",
-        "Decoding strategy: greedy, sampling, beam, diverse_beam, contrastive, assisted, prompt_lookup, or one of a "
-        "plug-in, whose options --set gives."),
+CHOOSING = of_parameters(parameters.CHOOSING) | {
     "set_option": option(list[str], "NAME=VALUE", "Any generation parameter of transformers; may be repeated.",
         "--set"),
 }
-FORM = {
-    "json_schema": option(Path, "FILE", "Texts are JSON after the schema in this file; needs the extra grammar."),
-    "regex": option(str, "PATTERN", "Texts match this regular expression."),
-    "choices": option(list[str], "TEXT", "Texts are one of these; repeat it for each.", "--choices", "--choice"),
-}
-ENDING = {
-    "max_new_tokens": option(int, "N",
-        "Tokens to generate at most; default: what the model's own settings say, or else 20.", "--max-new-tokens",
-        "-n"),
-    "min_new_tokens": option(int, "N", "Tokens to generate at least.", min=0),
-    "max_time": option(float, "SECONDS", "Stop after this time.", min=0),
-    "stop_strings": option(list[str], "TEXT", "Stop before this text; may be repeated.", "--stop-strings", "--stop"),
-}
+FORM = of_parameters(parameters.FORM)
+ENDING = of_parameters(parameters.ENDING)
 OUTPUT = {
     "stream": flag("Print the text as it is generated.", "--stream"),
     "as_json": flag("Print JSON: rows (text, tokens, finish_reason) and stats.", "--json"),
@@ -224,25 +224,25 @@ TP = option(int, "N", "Processes that compute the model together, as started by 
 GENERATE: dict[str | None, dict[str, Declared]] = {
     "The prompt": PROMPT,
     "The model": MODEL | {"tp": TP},
-    "The cache": CACHE,
-    "How tokens are chosen": CHOOSING,
-    "What form texts have": FORM,
-    "When it ends": ENDING,
+    parameters.CACHE: CACHE,
+    parameters.CHOOSING: CHOOSING,
+    parameters.FORM: FORM,
+    parameters.ENDING: ENDING,
     "What is printed": OUTPUT,
 }  # fmt: skip
 SERVE: dict[str | None, dict[str, Declared]] = {
     "The server": SERVER,
     "The model": MODEL | {"tp": TP},
-    "The cache": CACHE,
+    parameters.CACHE: CACHE,
     "What requests may ask for": LIMITS,
 }
 CHAT: dict[str | None, dict[str, Declared]] = {
     "The conversation": CONVERSATION,
     "The model": MODEL,
-    "The cache": CACHE,
-    "How tokens are chosen": CHOOSING,
+    parameters.CACHE: CACHE,
+    parameters.CHOOSING: CHOOSING,
     "What form answers have": FORM,
     "When an answer ends": ENDING | {
-        "max_new_tokens": option(int, "N", "Tokens of an answer at most; default: 512.", "--max-new-tokens", "-n"),
+        "max_new_tokens": of_parameter("max_new_tokens", "Tokens of an answer at most; default: 512."),
     },
 }  # fmt: skip

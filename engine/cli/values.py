@@ -13,8 +13,9 @@ from typing import Any
 from configs import EngineConfig, preset, presets
 from engine.cli import options
 from engine.errors import OptionError
+from engine.parameters import PARAMETERS
 
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING = [name for name, parameter in PARAMETERS.items() if parameter.draws and parameter.flag]
 _SEARCHING = ("num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "penalty_alpha")
 # Options with the name of their generation parameter.
 _NAMED = [
@@ -40,14 +41,11 @@ def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
     A sampling parameter turns sampling on; a temperature of 0 means greedy. `--set NAME=VALUE` is the same as the
     option of that name. Raises `OptionError` for options that contradict each other.
     """
-    for text in given["stop_strings"] or []:
-        checked(text, "--stop-strings")
-    for text in given["choices"] or []:
-        checked(text, "--choice")
+    for name in ("regex", "stop_strings", "choices"):
+        for text in [given[name]] if isinstance(given[name], str) else given[name] or []:
+            checked(text, _option(name))
     if given["choices"] and not any(given["choices"]):
         raise OptionError("every --choice is empty, so every text would be empty: give one that is not")
-    if given["regex"] is not None:
-        checked(given["regex"], "--regex")
     others = assignments(given["set_option"], "--set")
     values = given | {"do_sample": given["do_sample"] or None}  # a flag is False if it was not given
     if (file := given["json_schema"]) is not None:
@@ -82,7 +80,7 @@ def one_model(path: str | None, named: str | None) -> str | None:
 
 def _option(name: str) -> str:
     """The command line's option for a parameter."""
-    return _INSTEAD.get(name, f"--{name.replace('_', '-')}")
+    return _INSTEAD.get(name, options.option_name(name))
 
 
 def engine_config(chosen: str | None, given: dict[str, Any]) -> EngineConfig:

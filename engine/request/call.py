@@ -1,190 +1,124 @@
-"""The arguments of one call: the parameters that `generate` and `stream` share, and what a call said of them.
-
-Nothing is imported here that takes time: `import engine` shows these parameters to editors before torch is there.
-"""
+"""What a call of `generate` said; each parameter is read once, before any work."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from configs import CacheConfig
+from transformers import GenerationConfig
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
-    from transformers import GenerationConfig, PreTrainedModel
-    from transformers.cache_utils import Cache as TransformersCache
-    from transformers.generation.streamers import BaseStreamer
-
-    from caches import EngineCache
-    from strategies import Strategy
-
-    AnyCache: TypeAlias = str | CacheConfig | TransformersCache | EngineCache
-
-P = ParamSpec("P")
-R = TypeVar("R")
-F = TypeVar("F")
+from engine import readers
+from engine.errors import OptionError
+from engine.parameters import PARAMETERS
+from engine.readers import Reader, WrongValue
+from engine.request.parameter_hints import hint
 
 # Of calls that read a prompt, whatever the model's own settings say.
 ONE_TOKEN: dict[str, Any] = {
     "max_new_tokens": 1, "strategy": "greedy", "do_sample": False, "num_beams": 1, "num_return_sequences": 1,
     "guidance_scale": 1.0,
 }  # fmt: skip
-
-
-def parameters(
-    inputs: Any = None,
-    generation_config: GenerationConfig | dict[str, Any] | None = None,
-    *,
-    tokenizer: Any = None,
-    # The cache.
-    cache: AnyCache | None = None,
-    cache_config: dict[str, Any] | CacheConfig | None = None,
-    trust_cache: bool = False,
-    past_key_values: TransformersCache | tuple | None = None,
-    cache_implementation: str | None = None,
-    use_cache: bool | None = None,
-    return_legacy_cache: bool | None = None,
-    on_oom: Sequence[str] | None = None,
-    # How tokens are chosen.
-    strategy: str | Strategy | None = None,
-    seed: int | None = None,
-    do_sample: bool | None = None,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
-    epsilon_cutoff: float | None = None,
-    eta_cutoff: float | None = None,
-    num_return_sequences: int | None = None,
-    num_beams: int | None = None,
-    num_beam_groups: int | None = None,
-    diversity_penalty: float | None = None,
-    length_penalty: float | None = None,
-    early_stopping: bool | str | None = None,
-    penalty_alpha: float | None = None,
-    assistant_model: PreTrainedModel | str | Path | None = None,
-    assistant_tokenizer: Any = None,
-    num_assistant_tokens: int | None = None,
-    prompt_lookup_num_tokens: int | None = None,
-    max_matching_ngram_size: int | None = None,
-    # How scores are changed.
-    repetition_penalty: float | None = None,
-    no_repeat_ngram_size: int | None = None,
-    bad_words_ids: list[list[int]] | None = None,
-    sequence_bias: Any = None,
-    suppress_tokens: list[int] | None = None,
-    begin_suppress_tokens: list[int] | None = None,
-    forced_bos_token_id: int | None = None,
-    forced_eos_token_id: int | list[int] | None = None,
-    exponential_decay_length_penalty: tuple[int, float] | None = None,
-    renormalize_logits: bool | None = None,
-    guidance_scale: float | None = None,
-    negative_prompt: str | Sequence[str] | None = None,
-    negative_prompt_ids: torch.Tensor | None = None,
-    negative_prompt_attention_mask: torch.Tensor | None = None,
-    logits_processor: Sequence[Any] | Callable[..., Any] | None = None,
-    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
-    # How chat messages are read.
-    continue_final_message: bool | None = None,
-    add_generation_prompt: bool | None = None,
-    sanitize_control_tokens: bool | None = None,
-    # What form texts have.
-    response_format: dict[str, Any] | type | Sequence[Any] | None = None,
-    json_schema: dict[str, Any] | str | type | Sequence[Any] | None = None,
-    regex: str | Sequence[str | None] | None = None,
-    choices: Sequence[str] | Sequence[Sequence[str] | None] | None = None,
-    grammar: str | Sequence[str | None] | None = None,
-    # When it ends.
-    max_new_tokens: int | None = None,
-    min_new_tokens: int | None = None,
-    max_length: int | None = None,
-    min_length: int | None = None,
-    max_time: float | None = None,
-    stop_strings: str | list[str] | None = None,
-    eos_token_id: int | list[int] | None = None,
-    pad_token_id: int | None = None,
-    stopping_criteria: Sequence[Any] | Callable[..., Any] | None = None,
-    cancellation: Any = None,
-    # What comes back.
-    streamer: BaseStreamer | None = None,
-    top_logprobs: int | None = None,
-    output_scores: bool | None = None,
-    output_logits: bool | None = None,
-    output_attentions: bool | None = None,
-    output_hidden_states: bool | None = None,
-    **model_inputs: Any,
-) -> None:
-    """What `generate` and `stream` take besides a model; documented at `engine.generate`. It is never called.
-
-    None is "not said". model_inputs: inputs of the model's forward, and the rarer parameters of a `GenerationConfig`.
-    """
-
-
-def takes(
-    source: Callable[P, Any], documented_by: Callable[..., Any] | None = None
-) -> Callable[[Callable[Concatenate[F, ...], R]], Callable[Concatenate[F, P], R]]:
-    """Decorate a function of `(first, ..., **arguments)` whose parameters after the first are those of `source`.
-
-    documented_by: the function whose docstring describes these parameters; that part is added to the docstring.
-    """
-
-    def decorated(function: Callable[Concatenate[F, ...], R]) -> Callable[Concatenate[F, P], R]:
-        own = inspect.signature(function)
-        shown = [next(iter(own.parameters.values())), *inspect.signature(source).parameters.values()]
-        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
-        if documented_by is not None:
-            documentation = inspect.getdoc(documented_by) or ""
-            sections = documentation[documentation.index("inputs :") :]  # the first parameter is another one here
-            function.__doc__ = f"{inspect.getdoc(function)}\n\nParameters\n----------\n{sections}"
-        return function
-
-    return decorated
+_SAME_NAMES = {"cache_config", "cache_implementation"}  # as fields of a GenerationConfig
+_ARGUMENTS = {name for name, parameter in PARAMETERS.items() if not parameter.is_setting} - {"model_inputs"}
+_ARGUMENTS |= _SAME_NAMES
 
 
 @dataclass(frozen=True)
 class Call:
-    """The `parameters` of a call. options: generation parameters of transformers and inputs of the model, mixed."""
+    """arguments: the engine's own parameters that were given, each also an attribute; None is "not said".
 
-    inputs: Any = None
-    tokenizer: Any = None
-    cache: AnyCache | None = None
-    cache_config: dict[str, Any] | CacheConfig | None = None
-    trust_cache: bool = False
-    past_key_values: TransformersCache | tuple | None = None
-    cache_implementation: str | None = None
-    return_legacy_cache: bool | None = None
-    on_oom: Sequence[str] | None = None
-    strategy: str | Strategy | None = None
-    generation_config: GenerationConfig | None = None
-    seed: int | None = None
-    assistant_model: PreTrainedModel | None = None
-    assistant_tokenizer: Any = None
-    logits_processor: list[Any] | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    sanitize_control_tokens: bool | None = None
-    response_format: Any = None
-    json_schema: Any = None
-    regex: Any = None
-    choices: Any = None
-    grammar: Any = None
-    stopping_criteria: list[Any] | None = None
-    cancellation: Any = None
-    streamer: BaseStreamer | None = None
-    top_logprobs: int | None = None
+    options: generation parameters of transformers and inputs of the model, mixed.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
+    def __getattr__(self, name: str) -> Any:
+        if name not in _ARGUMENTS:
+            raise AttributeError(f"a call has no {name}")
+        return self.arguments.get(name)
 
-_OWN = {one.name for one in fields(Call)} - {"options"}
+
+def read_call(inputs: Any = None, generation_config: Any = None, **options: Any) -> Call:
+    """The arguments as given, in their places; `read_parameters` checks their types."""
+    arguments = {name: options.pop(name) for name in _ARGUMENTS & set(options)}
+    return Call({"inputs": inputs, "generation_config": generation_config} | arguments, options)
 
 
-def read_call(inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Call:
-    """The arguments as given, in their places; `engine.request.parameters.read_parameters` checks their types."""
-    own = {name: arguments.pop(name) for name in _OWN & set(arguments)}
-    return Call(inputs=inputs, generation_config=generation_config, **own, options=arguments)
+def _generation_config(value: Any) -> GenerationConfig:
+    """With all fields read. The one that was given stays as it is."""
+    if isinstance(value, Mapping):
+        known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+        for name in value:
+            if name not in known:
+                raise WrongValue(f"has no field {name!r}; {hint(str(name), known)}")
+        fields = {name: read("generation_config: " + name, one, name) for name, one in value.items()}
+        try:
+            return GenerationConfig(**fields)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise WrongValue(f"has fields that contradict each other: {error}") from error
+    if not isinstance(value, GenerationConfig):
+        raise WrongValue
+    config = copy.copy(value)
+    for name in _FIELDS:
+        if getattr(value, name, None) is not None:
+            setattr(config, name, read("generation_config: " + name, getattr(value, name), name))
+    return config
+
+
+# Parameters that `engine.parameters` does not name: the rarer fields of a `GenerationConfig`, and two of transformers.
+_RARER: dict[str, Reader] = {
+    **dict.fromkeys(("max_cache_len", "prefill_chunk_size"), readers.POSITIVE),
+    "encoder_no_repeat_ngram_size": readers.COUNT,
+    "bos_token_id": readers.ID,
+    "decoder_start_token_id": readers.SOME_IDS,
+    "encoder_repetition_penalty": readers.OVER_0,
+    "top_h": readers.SHARE,
+    "assistant_confidence_threshold": readers.FINITE,
+    "watermarking_config": Reader("a watermarking configuration of transformers", readers.watermark),
+    "num_assistant_tokens_schedule": readers.TEXT,
+    **dict.fromkeys(("remove_invalid_values", "token_healing", "return_dict_in_generate"), readers.FLAG),
+    **dict.fromkeys(("disable_compile", "use_mtp", "low_memory", "is_assistant"), readers.FLAG),
+}
+_FIELDS = {name: parameter.reader for name, parameter in PARAMETERS.items() if parameter.is_setting} | _RARER
+_READERS = {
+    **{name: parameter.reader for name, parameter in PARAMETERS.items()},
+    **_RARER,
+    "generation_config": Reader("a GenerationConfig, or a dict of its fields", _generation_config),
+    **dict.fromkeys(("synced_gpus", "trust_remote_code"), readers.FLAG),
+}
+
+# Parameters that shape a distribution to draw from.
+SAMPLING = {name for name, parameter in PARAMETERS.items() if parameter.draws} | {"top_h"}
+
+
+def read(said: str, value: Any, name: str | None = None) -> Any:
+    """The value of the parameter `name` as it is kept; None stays None. said: its name in the `OptionError`."""
+    reader = _READERS.get(name or said)
+    if reader is None or value is None:
+        return value
+    try:
+        return reader.read(value)
+    except WrongValue as wrong:
+        more = str(wrong)
+        raise OptionError(f"{said} {more}" if more else f"{said}={value!r:.120}, but it is {reader.words}") from wrong
+
+
+def read_parameters(call: Call) -> Call:
+    """The call with every parameter read. Raises `OptionError`."""
+    arguments = {name: read(name, value) for name, value in call.arguments.items()}
+    options = {name: read(name, value) for name, value in call.options.items()}
+    options.pop("trust_remote_code", None)  # about loading a model, as in transformers
+    return Call(arguments, options)
+
+
+def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`."""
+    sources = (options.get("do_sample"), getattr(given, "do_sample", None), config.do_sample)
+    draws = next((value for value in sources if value is not None), False)
+    left = {name for name in _FIELDS if name not in options and getattr(given, name, None) is None}
+    left -= set() if draws else SAMPLING
+    found = {name: getattr(config, name, None) for name in _FIELDS if name in left}
+    return {name: read(f"model.generation_config.{name}", one, name) for name, one in found.items() if one is not None}

@@ -18,8 +18,9 @@ from caches.protocol import attention_view
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import most_positions, vocabulary_of
+from engine.parameters import PARAMETERS
 from engine.prompt import PER_TOKEN, Prompt
-from engine.request.parameters import SAMPLING
+from engine.request.call import SAMPLING
 from engine.tables import lengths
 from strategies import Strategy
 from strategies.operations import needs_of
@@ -43,17 +44,6 @@ def check_model(model: PreTrainedModel) -> None:
         raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
 
 
-# Options of `GenerationConfig` that are carried out whatever the strategy, besides those that shape a distribution.
-_ALWAYS_APPLY = {
-    "max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "do_sample",
-    "use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size",
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values",
-    "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "guidance_scale",
-    "watermarking_config", "output_attentions", "output_hidden_states", "output_scores", "output_logits",
-    "return_dict_in_generate", "disable_compile", "pad_token_id", "bos_token_id", "eos_token_id",
-    "transformers_version",
-}  # fmt: skip
 _REMEDIES = {
     "compile_config": "give EngineConfig(compile=...) to a Generator instead",
     "decoder_start_token_id": "it is for models with an encoder; give the prompt's first token in the prompt",
@@ -74,6 +64,13 @@ _REMEDIES = {
     "assistant_lookbehind": "vocabularies are translated by whole words here; leave it out",
     "target_lookbehind": "vocabularies are translated by whole words here; leave it out",
 }
+
+# Fields of a `GenerationConfig` that are carried out whatever the strategy.
+_ALWAYS_APPLY = {name for name, parameter in PARAMETERS.items() if parameter.is_setting} - _REMEDIES.keys() | {
+    "max_cache_len", "prefill_chunk_size", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "top_h",
+    "remove_invalid_values", "watermarking_config", "return_dict_in_generate", "disable_compile", "bos_token_id",
+    "transformers_version",
+}  # fmt: skip
 
 
 # Left out, these would change the text, so a whole configuration may not ask for them either, nor the model's own.
@@ -97,7 +94,7 @@ def check_applies(
         own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
     asked = {name: getattr(config, name, None) for name in _CHANGE_THE_TEXT}
     asked |= {name: value for name, value in options.items() if name in known and not name.startswith("_")}
-    applies = _ALWAYS_APPLY | SAMPLING | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
+    applies = _ALWAYS_APPLY | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
     for name, value in asked.items():
         if name in own and value not in (None, own[name]):
             raise OptionError(

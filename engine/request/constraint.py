@@ -10,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from engine.errors import OptionError
+from engine.readers import is_pydantic
 from engine.request.call import Call
 from engine.request.number_length import NumberLength, number_length
 
@@ -152,8 +153,3 @@ def _closed(schema: Any) -> Any:
 def _alternatives(choices: Sequence[str]) -> str:
     texts = (json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in choices)
     return "start: " + " | ".join(texts)
-
-
-def is_pydantic(value: Any) -> bool:
-    """Whether it is a class of pydantic models."""
-    return isinstance(value, type) and hasattr(value, "model_json_schema")

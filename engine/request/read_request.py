@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,9 @@ from engine.device_state import seeded
 from engine.errors import OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import vocabulary_of
+from engine.parameters import PARAMETERS
 from engine.prompt import EncodedPrompt, Prompt, is_chat, read_prompt
-from engine.request.call import Call, parameters
+from engine.request.call import SAMPLING, Call, read_own
 from engine.request.checks import (
     check_applies,
     check_embeds,
@@ -64,7 +65,6 @@ from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
 from engine.request.lengths import Lengths
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
-from engine.request.parameters import SAMPLING, read_own
 from engine.request.request import Request
 from engine.request.strategy import check_logprobs, choose_strategy, pop_own_options
 from strategies import Strategy
@@ -81,7 +81,6 @@ class _Said:
     model_inputs: dict[str, Any]
     lengths: set[str]
     negative: dict[str, Any]
-    constraint: Callable | None
 
 
 def read_request(
@@ -124,6 +123,7 @@ def read_request(
     grammar = read_grammar(model, call, config, prompt, eos_ids, lengths.new)
     stops_in_prompt = not isinstance(call.inputs, EncodedPrompt) or call.inputs.stops_in_prompt
     stops_from = 0 if stops_in_prompt else prompt.ids.shape[1]
+    allowed = call.prefix_allowed_tokens_fn
     given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
         prompt=prompt,
@@ -131,7 +131,7 @@ def read_request(
         lengths=lengths,
         config=config,
         strategy=chosen,
-        processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, given, said.constraint),
+        processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, given, allowed),
         source=source,
         guidance=guidance,
         criteria=Criteria(call.stopping_criteria or []),
@@ -159,8 +159,7 @@ def _read_said(model: PreTrainedModel, call: Call, draft: PreTrainedModel | None
     options = {name: value for name, value in call.options.items() if value is not None or name not in spare}
     if options.get("synced_gpus") is False:
         del options["synced_gpus"]
-    constraint = options.pop("prefix_allowed_tokens_fn", None)
-    negative = {name: options.pop(name, None) for name in ARGUMENTS}
+    negative = {name: getattr(call, name) for name in ARGUMENTS}
     own = pop_own_options(call.strategy, options)
     config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
     if is_chat(call.inputs):
@@ -173,7 +172,7 @@ def _read_said(model: PreTrainedModel, call: Call, draft: PreTrainedModel | None
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
-    return _Said(options, config, strategy, model_inputs, lengths, negative, constraint)
+    return _Said(options, config, strategy, model_inputs, lengths, negative)
 
 
 def _read_inputs(
@@ -289,7 +288,7 @@ def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Non
                 "synced_gpus=True is for a model that is split among processes (ZeRO-3, FSDP), which the engine does "
                 "not run: leave it out"
             )
-        said = (set(GenerationConfig().to_dict()) | set(inspect.signature(parameters).parameters)) - _NO_PARAMETERS
+        said = (set(GenerationConfig().to_dict()) | PARAMETERS.keys()) - _NO_PARAMETERS
         if name in said:
             raise OptionError(
                 f"{type(model).__name__} knows no input {name!r}, which is a parameter of the call: give it as a "

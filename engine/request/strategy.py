@@ -19,9 +19,8 @@ from transformers.generation import GenerationMode
 import strategies
 from caches.platform.transformers_api import default_generation_params
 from engine.errors import OptionError
-from engine.request.call import Call
+from engine.request.call import Call, read
 from engine.request.grammar import MOST_FORCED, Grammar
-from engine.request.parameters import read
 from strategies import Strategy
 from strategies.operations import needs_of
 

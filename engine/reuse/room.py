@@ -9,8 +9,7 @@ from caches.transfer.convert import can_migrate
 from configs import EngineConfig
 from engine.errors import EngineError
 from engine.model.facts import ModelFacts
-from engine.request.call import read_call
-from engine.request.parameters import read_parameters
+from engine.request.call import read_call, read_parameters
 from engine.request.read_request import read_request
 
 SIZES = ("max_cache_len", "max_batch_size")  # options of a cache

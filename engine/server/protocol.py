@@ -1,4 +1,7 @@
-"""The bodies of requests: fields of OpenAI's protocol, and those of ours under `engine`. Unknown fields are refused."""
+"""The bodies of requests: fields of OpenAI's protocol, and those of ours under `engine`. Unknown fields are refused.
+
+Ranges of parameters of `generate`, and the fields under `engine`, follow from `engine.parameters`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,25 @@ import inspect
 import json
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from transformers import PreTrainedTokenizerBase
 
-MOST_LOGPROBS = 20
+from engine.parameters import PARAMETERS
+from engine.parameters import Field as RequestField
+
 _STOP_STRINGS = 16
 _STOP_CHARACTERS = 400  # of all stop strings: searches prepare a table of them
 # Larger ones may nest so deeply that the library for grammars, which is recursive, has no stack left.
-_SCHEMA_CHARACTERS, _GRAMMAR_CHARACTERS = 16_384, 8_192
+_SCHEMA_CHARACTERS = 16_384
 _SIZES_OF_THE_SERVER = ("folder", "max_batch_size", "device", "dtype", "layer_device_map")
 _Text: TypeAlias = Annotated[str, Field(max_length=2000)]
 _Objects: TypeAlias = Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=1000)]
@@ -59,33 +73,44 @@ class _Body(BaseModel):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class EngineOptions(_Body):
+# How types of `engine.parameters` are read from JSON, where pydantic's way would take too much.
+_TYPES: dict[Any, Any] = {
+    dict: _Schema,
+    list: Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=1000)],
+}
+
+
+def _limits(name: str) -> Any:
+    """The range of a parameter of `generate` in a request."""
+    field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
+    if field.type is not None or reader is None:
+        return Field(max_length=field.most)
+    least = reader.least if field.least is None else field.least
+    return Field(ge=least, le=reader.most if field.most is None else field.most)
+
+
+def _type(name: str) -> Any:
+    """What a parameter of `generate` is in a request."""
+    field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
+    value_type: Any = field.type or (reader and reader.scalar)
+    value_type = _TYPES.get(value_type, value_type)
+    return Annotated[value_type | None, _limits(name)]
+
+
+_in_requests = {name: parameter.field for name, parameter in PARAMETERS.items() if parameter.field}
+_fields: dict[str, Any] = {name: (_type(name), None) for name, field in _in_requests.items() if not field.name}
+_Parameters: Any = create_model("_Parameters", __base__=_Body, **_fields)
+
+
+class EngineOptions(_Parameters):
     """What OpenAI's protocol has no name for: parameters of `engine.generate` by their names.
 
     cache_config has plain values, and no folder: requests name no paths. chat_template_kwargs: what a model's template
     takes besides messages and tools.
     """
 
-    cache: str | None = None
-    cache_config: Annotated[dict[str, bool | int | float | str], _at_most(32)] = {}
-    strategy: str | None = None
-    num_beams: int | None = Field(default=None, ge=1)
-    num_beam_groups: int | None = Field(default=None, ge=1)
-    diversity_penalty: float | None = Field(default=None, ge=-100, le=100)
-    length_penalty: float | None = Field(default=None, ge=-100, le=100)
-    early_stopping: bool | Literal["never"] | None = None
-    penalty_alpha: float | None = Field(default=None, ge=0, le=1)
-    prompt_lookup_num_tokens: int | None = Field(default=None, ge=1, le=256)
-    top_k: int | None = Field(default=None, ge=0)
-    min_p: float | None = Field(default=None, ge=0, le=1)
-    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
-    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
-    min_new_tokens: int | None = Field(default=None, ge=0)
-    json_schema: _Schema | None = None
-    regex: _Text | None = None
-    choices: Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=1000)] | None = None
-    grammar: Annotated[str, Field(max_length=_GRAMMAR_CHARACTERS)] | None = None
-    chat_template_kwargs: dict[str, Any] = {}
+    cache_config: Annotated[dict[str, bool | int | float | str], _at_most(32)] = Field(default={})
+    chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @field_validator("cache_config")
     @classmethod
@@ -110,12 +135,12 @@ class _Request(_Body):
     """What both kinds of requests have. user and metadata change nothing."""
 
     model: str
-    max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=100)  # below 0.001 only 0
-    top_p: float | None = Field(default=None, gt=0, le=1)
-    n: int = Field(default=1, ge=1)
+    max_tokens: Annotated[int | None, _limits("max_new_tokens")] = None
+    temperature: Annotated[float | None, _limits("temperature")] = None  # below 0.001 only 0
+    top_p: Annotated[float | None, _limits("top_p")] = None
+    n: Annotated[int, _limits("num_return_sequences")] = 1
     stop: Any = None
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    seed: Annotated[int | None, _limits("seed")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     presence_penalty: float = Field(default=0, ge=-2, le=2)
@@ -190,9 +215,9 @@ class ChatRequest(_Request):
 
     echo: ClassVar[bool] = False  # of completions alone
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: Annotated[int | None, _limits("max_new_tokens")] = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    top_logprobs: Annotated[int | None, _limits("top_logprobs")] = None
     tools: _Objects | None = None
     tool_choice: Literal["none", "auto"] | None = None
     continue_final_message: bool | None = None
@@ -220,7 +245,7 @@ class CompletionRequest(_Request):
     max_tokens: int | None = Field(default=None, ge=0)
     best_of: int | None = Field(default=None, ge=1)
     echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=MOST_LOGPROBS)
+    logprobs: Annotated[int | None, _limits("top_logprobs")] = None
 
     @field_validator("prompt")
     @classmethod

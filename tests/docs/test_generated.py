@@ -18,7 +18,9 @@ from places import README, ROOT
 import caches
 import configs
 import engine
+from engine.cli import options
 from engine.cli.main import app
+from engine.parameters import PARAMETERS, help_of, words_of
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -97,6 +99,18 @@ def _command(name, command):
         rows = [[_names(one), (one.help or "").replace("|", "\\|") + _default(one)] for one in parameters]
         lines += [*benchmark_tables.table(["option", "what it does"], rows), ""]
     return "\n".join(lines)
+
+
+def test_the_parameters_are_those_of_the_table():
+    rows = []
+    for name, row in PARAMETERS.items():
+        kind = words_of(name).replace("|", "\\|")
+        option = ", ".join(f"`{each}`" for each in (options.option_name(name), *row.flag.names)) if row.flag else ""
+        field = f"`{row.field.name or f'engine.{name}'}`" if row.field else ""
+        default = f" Default: {row.default}." if row.default else ""
+        rows.append([f"`{name}`", f"`{kind}`", help_of(name).replace("|", "\\|") + default, option, field])
+    head = ["parameter", "type", "what it means", "option", "field of a request"]
+    check_generated("parameters", benchmark_tables.text(benchmark_tables.table(head, rows)))
 
 
 def _default(parameter):

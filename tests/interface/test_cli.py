@@ -106,20 +106,11 @@ def test_proposed_tokens(cli, shipped):
     ("arguments", "options"),
     [
         (["--stop", "path", "--stop", "os"], {"stop_strings": ["path", "os"]}),
-        (
-            ["--min-new-tokens", "9", "--set", "eos_token_id=[654]"],
-            {"min_new_tokens": 9, "eos_token_id": [654]},
-        ),
-        (["--repetition-penalty", "1.7"], {"repetition_penalty": 1.7}),
         (["--set", "temperature=3", "--seed", "0"], {"temperature": 3.0, "do_sample": True, "seed": 0}),
         (["--set", "no_repeat_ngram_size=1"], {"no_repeat_ngram_size": 1}),
         (["--top-k", "3", "--min-p", "0.1", "--seed", "4"], {"top_k": 3, "min_p": 0.1, "do_sample": True}),
         (["--samples", "2", "--seed", "4"], {"num_return_sequences": 2, "do_sample": True}),
         (["--strategy", "sampling", "--seed", "4"], {"do_sample": True}),
-        (
-            ["--num-beams", "3", "--samples", "2", "--length-penalty", "2"],
-            {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 2.0},
-        ),
         (
             ["--num-beams", "4", "--num-beam-groups", "2", "--diversity-penalty", "3", "--samples", "2"],
             {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 3.0, "num_return_sequences": 2},

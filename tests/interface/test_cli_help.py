@@ -194,17 +194,6 @@ def test_several_prompts_are_a_batch(cli, shipped):
     assert cli(["generate", "-f", "-", "-n", "5"], input=PROMPT).stdout == alone + "\n"
 
 
-def test_long_names_have_short_aliases(cli):
-    names = {
-        "--num-return-sequences": "--samples", "--prompt-lookup-num-tokens": "--prompt-lookup",
-        "--stop-strings": "--stop", "--assistant-model": "--draft", "--num-assistant-tokens": "--draft-tokens",
-        "--device-map": "--device",
-    }  # fmt: skip
-    shown = cli(["generate", "-h"]).stdout
-    for name, alias in names.items():
-        assert any(name in line and alias in line for line in shown.splitlines())
-
-
 # What `engine caches` says of options.
 
 

@@ -34,7 +34,7 @@ def test_it_goes_on_where_it_was_stopped(cli, tmp_path):
     assert failed.exit_code == 2
     assert "1 of 3 prompts failed" in failed.stderr
     whole = lines(out)
-    assert "at least 1" in whole[2]["error"]
+    assert "num_beams=0, but it is a whole number, 1 or more" in whole[2]["error"]
     kept = next(line for line in out.read_text().splitlines() if json.loads(line)["index"] == 1)
     out.write_text(kept + '\n{"index": 0, "ro')
     prompts.write_text(prompts.read_text().replace('"num_beams": 0', '"num_beams": 2'))

@@ -144,14 +144,14 @@ def test_random_schemas(seed):
 
 def test_states_answer_as_if_the_text_were_read_from_its_beginning():
     """What is an end is a function of the text, however it was come by."""
-    from engine.request.call import Call
+    from engine.request.call import read_call
     from engine.request.constraint import read_constraints
     from engine.request.grammar import Grammar
 
     draw, dot = Random(1), id_of(".")
 
     def grammar():
-        constraints = read_constraints(Call(regex=r"([0-9]\.){1,3}[0-9]\.?"), 1)
+        constraints = read_constraints(read_call(regex=r"([0-9]\.){1,3}[0-9]\.?"), 1)
         return Grammar(constraints, tokenizer(), 4096, (0, dot), 0)
 
     kept, digits = grammar(), [id_of(one) for one in "0123456789"]

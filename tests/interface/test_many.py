@@ -257,7 +257,7 @@ class TestRequests:
         gen = engine.Generator(tiny_model("llama"))
         asked = [ids(5), {"prompt": ids(5), "num_beams": 0}, "a text without a tokenizer", ids(4)]
         found = {request.index: request for request in gen.generate_many(asked, max_new_tokens=3)}
-        assert isinstance(found[1].error, engine.ConfigError)
+        assert isinstance(found[1].error, engine.OptionError)
         assert isinstance(found[2].error, engine.InputError)
         assert found[0].error is None
         assert found[3].new_tokens == 3

@@ -13,7 +13,7 @@ pytest.importorskip("jsonschema")
 from jsonschema import Draft202012Validator
 from schemas import STRATEGIES, VOCABULARY, generator, tokenizer
 
-from engine.request.call import Call
+from engine.request.call import read_call
 from engine.request.constraint import read_constraints
 from engine.request.grammar import Grammar
 from engine.request.number_length import NumberLength, Reading, number_length
@@ -72,7 +72,7 @@ def test_numbers_end_under_every_strategy(strategy):
 
 
 def accepts(schema, text):
-    grammar = Grammar(read_constraints(Call(json_schema=schema), 1), tokenizer(), VOCABULARY, (0,), 0)
+    grammar = Grammar(read_constraints(read_call(json_schema=schema), 1), tokenizer(), VOCABULARY, (0,), 0)
     ids = tokenizer()(text, add_special_tokens=False)["input_ids"] + [0]
     for end in range(len(ids)):
         allowed = grammar(torch.tensor([ids[:end]], dtype=torch.long), torch.zeros(1, VOCABULARY))[0]

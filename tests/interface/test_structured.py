@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerFast
 
 import engine
-from engine.request.call import Call
+from engine.request.call import read_call
 from engine.request.constraint import read_constraints
 from engine.request.grammar import Grammar
 from engine.reuse.conversation import flat
@@ -42,7 +42,7 @@ PROMPT = "import os\n"
 
 
 def grammar_of(prompts=1, columns=3, **asked):
-    constraints = read_constraints(Call(**asked), prompts)
+    constraints = read_constraints(read_call(**asked), prompts)
     return Grammar(constraints, tokenizer(), VOCABULARY, (0,), columns)
 
 

@@ -608,10 +608,10 @@ WRONG = {
     "ensemble": (DRAFT | {"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 cannot apply: .*text"),
     "lookbehind": (DRAFT | {"assistant_lookbehind": 3}, "assistant_lookbehind=3 cannot apply: .* leave it out"),
     "several": (DRAFT | {"do_sample": True, "num_return_sequences": 2}, "num_return_sequences=2 cannot apply"),
-    "no tokens": (DRAFT | {"num_assistant_tokens": 0}, "num_assistant_tokens=0, but it has to be at least 1"),
+    "no tokens": (DRAFT | {"num_assistant_tokens": 0}, "num_assistant_tokens=0, but it is a whole number, 1 or more"),
     "a schedule": (DRAFT | {"num_assistant_tokens_schedule": "often"}, "'often', but it is one of constant, heuristic"),
     "a threshold": (DRAFT | {"assistant_confidence_threshold": 2.0}, "threshold=2.0, but it is a probability"),
-    "a long lookup": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "size=-1, but it has to be at"),
+    "a long lookup": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "size=-1, but it is a whole"),
     "half a token": ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens=2.5, but it is a whole number"),
     "two numbers": ({"strategy": PromptLookup(3), "prompt_lookup_num_tokens": 4}, "contradicts the strategy"),
 }  # fmt: skip

@@ -24,6 +24,8 @@ from helpers import try_facts
 import caches
 import engine
 import strategies
+from engine.parameters import PARAMETERS
+from engine.readers import COUNT, FINITE, FLAG, POSITIVE, SHARE, Reader
 
 MODELS = ("llama", "gpt2", "mamba", "t5", "bart", "whisper")
 WITH_ENCODER = ("t5", "bart", "whisper")
@@ -62,6 +64,11 @@ def each(names: str, *values: str, models: tuple[str, ...] = MODELS) -> list[Wro
     return [Wrong({name: value}, (name,), models) for name in names.split() for value in values]
 
 
+def read_as(reader: Reader) -> str:
+    """The parameters of the table with this reader."""
+    return " ".join(name for name, row in PARAMETERS.items() if row.reader is reader)
+
+
 def together(named: str, models: tuple[str, ...] = MODELS, **said: str) -> Wrong:
     """What contradicts each other."""
     return Wrong(said, tuple(named.split("|")), models)
@@ -77,21 +84,16 @@ _NO_CALLABLES = ("5", "'x'", "[None]", "[5]", "object()", "transformers.LogitsPr
 
 # fmt: off
 WRONG = [
-    *each("max_new_tokens", *_NO_WHOLE, "0"),
-    *each("max_length", *_NO_WHOLE, "0"),
-    *each("min_new_tokens min_length no_repeat_ngram_size top_k", *_NO_WHOLE),
-    *each("num_beams num_return_sequences prompt_lookup_num_tokens", *_NO_WHOLE, "0"),
-    *each("num_beam_groups max_matching_ngram_size num_assistant_tokens prefill_chunk_size", *_NO_WHOLE),
-    *each("encoder_no_repeat_ngram_size", *_NO_WHOLE),
+    *each(read_as(POSITIVE) + " prefill_chunk_size", *_NO_WHOLE, "0"),
+    *each(read_as(COUNT) + " encoder_no_repeat_ngram_size", *_NO_WHOLE),
     *each("repetition_penalty encoder_repetition_penalty", *_NO_NUMBERS, "0", "-2.0", "True"),
-    *each("top_p min_p typical_p epsilon_cutoff eta_cutoff top_h", *_NO_SHARE),
+    *each(read_as(SHARE) + " top_h", *_NO_SHARE),
     *each("temperature", *(value for value in _NO_NUMBERS if "inf" not in value), "-0.5", "True"),
-    *each("length_penalty diversity_penalty penalty_alpha guidance_scale", *_NO_NUMBERS),
+    *each(read_as(FINITE), *_NO_NUMBERS),
     *each("assistant_confidence_threshold", *_NO_NUMBERS, "2"),
     *each("max_time", "'x'", "[1]", "object()", "float('nan')", "True"),
-    *each("do_sample use_cache output_scores output_logits return_legacy_cache trust_cache", *_NO_FLAGS),
-    *each("output_attentions output_hidden_states renormalize_logits remove_invalid_values", *_NO_FLAGS),
-    *each("return_dict_in_generate trust_remote_code synced_gpus disable_compile", *_NO_FLAGS),
+    *each(read_as(FLAG) + " remove_invalid_values return_dict_in_generate trust_remote_code", *_NO_FLAGS),
+    *each("synced_gpus disable_compile", *_NO_FLAGS),
     *each("early_stopping", "'soon'", "2", "[True]", "object()", "1"),
     *each("stop_strings", "5", "[5]", "object()", "['']", "''", "['a']"),  # there is no tokenizer
     *each("eos_token_id", "'x'", "2.5", "object()", "[['a']]", "{}"),

@@ -13,6 +13,8 @@ ENGINE = [
         "errors",
         "host_allocator",
         "out_of_memory",
+        "parameters",
+        "readers",
         "result",
         "prompt",
         "rows",

@@ -8,7 +8,7 @@ from helpers import task, toy_flow
 
 import engine
 import strategies
-from engine.request.parameters import read
+from engine.request.call import read
 from strategies import Crop, Emit, Forward, Needs, Rows
 from strategies.draw import draw
 from strategies.largest import highest, largest

@@ -1,4 +1,7 @@
-"""Kinds of values that parameters have: how one is read, and what it is in words."""
+"""How values of parameters are read, and what they are in words.
+
+What takes time is imported by the readers that need it: the table of parameters is there before torch.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import WatermarkingConfig
-from transformers.cache_utils import Cache as TransformersCache
-
-from caches import EngineCache
 from configs import CacheConfig
-from engine.request.constraint import is_pydantic
-from strategies import Needs
 
 
 class WrongValue(Exception):
-    """The value is none of the kind; the message, if any, says more than the kind's own words."""
+    """The reader takes no such value; the message, if any, says more than the reader's own words."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """words: what a value is, to go on after "but it is". read: the value as it is kept; raises `WrongValue`."""
+class Reader:
+    """words: what a value is, to go on after "but it is". read: the value as it is kept; raises `WrongValue`.
+
+    scalar: the type of a value in text or JSON: int, float, bool or str; None where it has another. least, most: of a
+    number.
+    """
 
     words: str
     read: Callable[[Any], Any]
+    scalar: type | None = None
+    least: float | None = None
+    most: float | None = None
 
 
 _LISTS = (list, tuple, set, frozenset)
@@ -50,7 +53,7 @@ def _number(value: Any) -> float:
         raise WrongValue from None
 
 
-def number(words: str, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> Kind:
+def number(words: str, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> Reader:
     """A float, `least` and `most` included."""
 
     def read(value: Any) -> float:
@@ -58,10 +61,10 @@ def number(words: str, least: float = -sys.float_info.max, most: float = sys.flo
             raise WrongValue
         return found
 
-    return Kind(words, read)
+    return Reader(words, read, float, least, most)
 
 
-def integer(least: int | None = None, most: int | None = None) -> Kind:
+def integer(least: int | None = None, most: int | None = None) -> Reader:
     """An int; a float that is whole counts as one."""
     words = "a whole number" if least is None else f"a whole number, {least} or more"
     words = words if most is None else f"a whole number from {least} to {most}"
@@ -76,7 +79,7 @@ def integer(least: int | None = None, most: int | None = None) -> Kind:
             raise WrongValue
         return value
 
-    return Kind(words, read)
+    return Reader(words, read, int, least, most)
 
 
 def _flag(value: Any) -> bool:
@@ -159,6 +162,8 @@ def decay(value: Any) -> tuple[int, float]:
 
 
 def watermark(value: Any) -> Any:
+    from transformers import WatermarkingConfig
+
     if isinstance(value, dict):
         try:
             value = WatermarkingConfig.from_dict(value)
@@ -166,11 +171,11 @@ def watermark(value: Any) -> Any:
             raise WrongValue(str(error)) from error
     if not all(callable(getattr(value, name, None)) for name in ("validate", "construct_processor")):
         raise WrongValue
-    for name, kind in _WATERMARK.items():
+    for name, reader in _WATERMARK.items():
         try:
-            kind.read(getattr(value, name, 1))
+            reader.read(getattr(value, name, 1))
         except WrongValue:
-            raise WrongValue(f"has {name}={getattr(value, name)!r:.80}, but it is {kind.words}") from None
+            raise WrongValue(f"has {name}={getattr(value, name)!r:.80}, but it is {reader.words}") from None
     return value
 
 
@@ -183,14 +188,14 @@ def _complete(value: Any, lacking: str, words: str) -> Any:
     return value
 
 
-def having(*methods: str, words: str) -> Kind:
+def having(*methods: str, words: str) -> Reader:
     """An object with these methods."""
 
     def read(value: Any) -> Any:
         lacking = [f"{name}()" for name in methods if not callable(getattr(value, name, None))]
         return _complete(value, " and ".join(lacking), words)
 
-    return Kind(words, read)
+    return Reader(words, read)
 
 
 _NEEDED = ("decode", "__call__", "pad_token_id", "eos_token_id", "all_special_ids", "all_special_tokens")
@@ -240,6 +245,11 @@ def _check_takes(function: Callable[..., Any], given: str) -> None:
         raise WrongValue(f"has {name}{signature}, but it is called with {given}: {error}") from None
 
 
+def is_pydantic(value: Any) -> bool:
+    """Whether it is a class of pydantic models."""
+    return isinstance(value, type) and hasattr(value, "model_json_schema")
+
+
 def schema(value: Any) -> Any:
     if isinstance(value, str):
         try:
@@ -273,15 +283,15 @@ def choices(value: Any) -> list[str]:
     return found
 
 
-def or_each(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The value for all prompts, or a list with one, or None, for each."""
+def or_each(words: str, read: Callable[[Any], Any]) -> Reader:
+    """A value for all prompts, or a list with one, or None, for each."""
 
     def read_each(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return read(value)
         return [None if one is None else read(one) for one in value]
 
-    return read_each
+    return Reader(f"{words} or a list of one for each prompt", read_each)
 
 
 def all_choices(value: Any) -> Any:
@@ -291,6 +301,8 @@ def all_choices(value: Any) -> Any:
 
 
 def strategy(value: Any) -> Any:
+    from strategies import Needs
+
     is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
     if not isinstance(value, str) and (isinstance(value, type) or not is_one or not hasattr(value, "samples")):
         raise WrongValue
@@ -306,6 +318,11 @@ def cache_options(value: Any) -> Any:
 
 
 def past(value: Any) -> Any:
+    import torch
+    from transformers.cache_utils import Cache as TransformersCache
+
+    from caches import EngineCache
+
     if isinstance(value, (TransformersCache, EngineCache)):
         return value
     layers = value if isinstance(value, (tuple, list)) else ()
@@ -317,20 +334,22 @@ def past(value: Any) -> Any:
 
 
 INTEGER, POSITIVE, COUNT = integer(), integer(1), integer(0)
-ID = Kind("a token id", token_id)
+ID = Reader("a token id", token_id)
 SEED = integer(-(2**63), 2**64 - 1)
-FLAG = Kind("True or False", _flag)
-TEXT = Kind("a text", _text)
+FLAG = Reader("True or False", _flag, bool)
+TEXT = Reader("a text", _text, str)
 FINITE = number("a finite number")
 OVER_0 = number("a finite number over 0", math.nextafter(0, 1))
 SHARE = number("a number from 0 to 1", 0, 1)
-IDS = Kind("a list of token ids", _ids)
-SOME_IDS = Kind("a token id, a list of one or more, or None for none", _some_ids)
-CALLABLES = Kind("something callable, or a list of such", _callables)
-TOKENIZER = Kind("a tokenizer of transformers", _tokenizer)
+TEMPERATURE = number("a number over 0, or 0 without do_sample", 0, math.inf)
+SECONDS = number("a number of seconds", -math.inf, math.inf)
+IDS = Reader("a list of token ids", _ids)
+SOME_IDS = Reader("a token id, a list of one or more, or None for none", _some_ids)
+CALLABLES = Reader("something callable, or a list of such", _callables)
+TOKENIZER = Reader("a tokenizer of transformers", _tokenizer)
 
 # Fields of either kind of watermark.
-_WATERMARK: dict[str, Kind] = {
+_WATERMARK: dict[str, Reader] = {
     **dict.fromkeys(("hashing_key", "sampling_table_seed"), SEED),
     **dict.fromkeys(("context_width", "ngram_len", "sampling_table_size", "context_history_size"), POSITIVE),
     **dict.fromkeys(("bias", "greenlist_ratio"), FINITE),
