@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 SOURCES = Path(__file__).parent
-BESIDE = SOURCES.parent / "caches" / "platform"
+DESTINATION = SOURCES.parent / "caches" / "platform"
 # The processors that have a library of their own, by the name in its file, and the compiler's options for it.
 KINDS = {"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"], "amx": ["-march=sapphirerapids"]}
 # As fast as -ffast-math, but NaN and infinity keep their meaning and no other code changes its rounding.
@@ -43,7 +43,7 @@ def kinds() -> dict[str, list[str]]:
     return KINDS if machine in ("x86_64", "amd64") else {machine: []}
 
 
-def build(folder: Path = BESIDE) -> list[Path]:
+def build(folder: Path = DESTINATION) -> list[Path]:
     """The libraries, for each of `kinds`. Raises `OSError` and `subprocess.CalledProcessError`."""
     import torch
 

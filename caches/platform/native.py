@@ -5,7 +5,6 @@ There is one for each kind of processor, and the best that this one can run is l
 
 from __future__ import annotations
 
-import functools
 import platform
 import threading
 from collections.abc import Callable
@@ -25,6 +24,8 @@ _REMEDY = (
     "install the package once more where there is a C++ compiler (for example the package g++), with "
     "`pip install --no-build-isolation`, or leave it out"
 )
+_lock = threading.Lock()
+_outcome: list[str | None] = []  # why there is no library, or None, once it was asked for
 
 
 class Operators:
@@ -33,28 +34,30 @@ class Operators:
 
     def __init__(self, needed_by: str, finish: Callable[[], None] = lambda: None):
         self._needed_by, self._finish = needed_by, finish
-        self._lock, self._is_finished = threading.Lock(), False
+        self._is_finished = False
 
     def or_none(self) -> Any:
         """The operators; None where there is no library that can be loaded."""
-        if _load() is not None:
-            return None
-        if not self._is_finished:
-            with self._lock:
-                if not self._is_finished:
-                    self._finish()
-                    self._is_finished = True
-        return torch.ops.kvengine
+        if not (self._is_finished and _outcome):  # no more than this is traced
+            self._prepare()
+        return torch.ops.kvengine if _outcome[0] is None else None
 
     def or_error(self) -> Any:
         """The operators. Raises `ConfigError` where there is no library that can be loaded."""
         operators = self.or_none()
         if operators is None:
-            raise ConfigError(f"{self._needed_by} needs the kernels of the package, and {_load()}: {_REMEDY}")
+            raise ConfigError(f"{self._needed_by} needs the kernels of the package, and {_outcome[0]}: {_REMEDY}")
         return operators
 
+    def _prepare(self) -> None:
+        with _lock:
+            if not _outcome:
+                _outcome.append(_load())
+            if not self._is_finished and _outcome[0] is None:
+                self._finish()
+            self._is_finished = True
 
-@functools.cache
+
 def _load() -> str | None:
     """Load the library; why there is none, or None where it is loaded."""
     why = "they were not built when it was installed"

@@ -28,9 +28,8 @@ RELEASE = torch.__version__.partition("+")[0]
 def folder(tmp_path, monkeypatch):
     """An empty one, in place of that with the libraries."""
     monkeypatch.setattr(native, "_FOLDER", tmp_path)
-    native._load.cache_clear()
-    yield tmp_path
-    native._load.cache_clear()
+    monkeypatch.setattr(native, "_outcome", [])
+    return tmp_path
 
 
 def library(kind, digest=None, release=RELEASE):

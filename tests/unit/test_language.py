@@ -193,7 +193,8 @@ def is_allowed(where: str, word: str, text: str) -> bool:
 
 
 def files() -> list[Path]:
-    sources = [path for room in ROOMS for end in ("*.py", "*.cpp", "*.h") for path in sorted((ROOT / room).rglob(end))]
+    folders = [*ROOMS, "native"]
+    sources = [path for room in folders for end in ("*.py", "*.cpp", "*.h") for path in sorted((ROOT / room).rglob(end))]
     pages = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.exists()]
     return [*sources, *pages, *sorted((ROOT / "docs").rglob("*.md"))]
 
