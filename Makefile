@@ -5,7 +5,7 @@ BIN := .venv/bin
 PYTEST := -m pytest -n auto --dist worksteal
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
-.PHONY: bench demo test test-full nightly torture histories random-calls interrupts limits check docs test-oldest clean
+.PHONY: bench demo kernels test test-full nightly torture histories random-calls interrupts limits check docs test-oldest clean
 
 demo: .venv/installed
 	@for cache in dynamic static; do \
@@ -14,6 +14,10 @@ demo: .venv/installed
 		printf $(PROMPT) | $(BIN)/engine generate - --cache $$cache --max-new-tokens 96 --stream --stats \
 			--temperature 0.7 --top-p 0.9 --seed 2 || exit 1; \
 	done
+
+# After changes to native/. Those that are there and of these sources stay.
+kernels: .venv/installed
+	$(BIN)/python native/build.py
 
 # 5 to 9 minutes on two cores, by the processor and what else it does.
 test: .venv/installed
@@ -72,17 +76,19 @@ test-oldest: .venv-oldest/installed
 	.venv-oldest/bin/python $(PYTEST) $(OLDEST)
 
 # torch first and alone: where a build for CPUs only is at hand, the rest must not replace it.
+# The kernels are built with that torch: an isolated build would download another one.
 # editable_mode=compat: a path in a file, which type checkers and editors follow; import hooks they do not.
+EDITABLE := --no-build-isolation --config-settings editable_mode=compat
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet -e '.[test,docs]' --config-settings editable_mode=compat -c constraints.txt
+	$(BIN)/python -m pip install --quiet torch 'setuptools>=77' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e '.[test,docs]' $(EDITABLE) -c constraints.txt
 	@touch $@
 
 .venv-oldest/installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet torch -c constraints-oldest.txt
-	.venv-oldest/bin/python -m pip install --quiet -e '.[test]' --config-settings editable_mode=compat -c constraints-oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet torch 'setuptools>=77' -c constraints-oldest.txt
+	.venv-oldest/bin/python -m pip install --quiet -e '.[test]' $(EDITABLE) -c constraints-oldest.txt
 	@touch $@
 
 clean:

@@ -34,8 +34,8 @@ class EngineConfig(Config):
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
         for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
         once per machine and shape (1 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder), while no
-        other program uses the processors. Where there is a C++ compiler, a kernel of this package takes part, which is
-        compiled first (3 s, once per machine). Results differ by rounding. `Stats.linears` reports the choice.
+        other program uses the processors. A kernel of this package takes part, where it was built when the package was
+        installed. Results differ by rounding. `Stats.linears` reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
         `engine.OutOfMemoryError`. "release": free compiled graphs, stored prefixes and idle memory. "chunk": compute
         the prompt in smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on

@@ -54,7 +54,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         next smaller divisor.
     residual_length: the number of most recent tokens in full precision.
     compute_dtype: the data type of scales and of the arithmetic of decoding; None is the model's.
-    fused: whether attention multiplies with the packed codes, in kernels that a C++ compiler builds on first use. None:
+    fused: whether attention multiplies with the packed codes, in kernels of the package. None:
         where there are kernels, which is the fastest: in float32 on a CPU, but for 3 bits and fp8. True: refuse the
         rest. Queries and attention weights are rounded to 16 bits, 256 times finer than codes of 8 bits. False:
         codes are unpacked first.

@@ -24,10 +24,11 @@ from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
+from caches.platform import native
 from caches.platform.machine import write_atomically
 from engine.kernels import linear_routes
 
-# Kernels are compiled once and kept; which matrix product is the fastest is not measured here, in no command either.
+# Compiled layers are kept; which matrix product is the fastest is not measured here, in no command either.
 os.environ.setdefault("KVENGINE_CACHE", str(Path(tempfile.gettempdir()) / f"kvengine-tests-{getpass.getuser()}"))
 _FASTEST = ["torch", "mm", "onednn", "swapped", "swapped", "onednn", "torch"]
 _SHAPES = ("704x256", "256x704", "4096x256")  # of the model that ships with the package
@@ -56,6 +57,12 @@ def pytest_generate_tests(metafunc):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     mark_surplus(items)
+
+
+@pytest.fixture
+def no_kernels(monkeypatch):
+    """As where the package was installed without a compiler."""
+    monkeypatch.setattr(native, "_outcome", ["they were not built when it was installed"])
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,14 +2,13 @@
 several caches, of long texts. In compiled layers the kernel also writes the new keys and values into the cache.
 
 A shared prefix is read once for all its rows, no tensor of scores is made, and the keys and values of a row are
-prefetched. `KERNELS`, which has the kernel of `prompt_attention` too, is compiled on first use, in about 6 s, once per
-machine. Without a compiler torch computes attention, segment by segment and cache by cache.
+prefetched. `KERNELS` has the kernel of `prompt_attention` too. Without kernels torch computes attention, segment by
+segment and cache by cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 from torch import library
@@ -17,7 +16,7 @@ from torch import library
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, to_add
 from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
-from caches.platform.kernel_build import Operators
+from caches.platform.native import Operators
 
 
 def like_found(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -30,9 +29,7 @@ def _make_traceable() -> None:
     library.register_fake("kvengine::layer_attention", like_found)
 
 
-KERNELS = Operators(
-    Path(__file__).with_suffix(".cpp"), "The fastest attention of many rows, long texts and prompts", _make_traceable
-)
+KERNELS = Operators("The fastest attention of many rows, long texts and prompts", _make_traceable)
 
 
 def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | None:
@@ -114,7 +111,7 @@ def open_layers(layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: 
 
 def close_layers() -> None:
     """Let go of the tensors of the layers that this thread has opened."""
-    if (operators := KERNELS.if_loaded()) is not None:
+    if (operators := KERNELS.or_none()) is not None:
         operators.close_layers()
 
 

@@ -70,8 +70,7 @@ class Affine:
     def attend(self, dense: torch.Tensor) -> Attend | None:
         if self.fused is False or not is_supported(dense):
             return None
-        has_kernels = KERNELS.is_expected if dense.is_meta else KERNELS.or_none() is not None
-        return attention if has_kernels else None
+        return None if KERNELS.or_none() is None else attention
 
     def per_block(self, name: str) -> bool:
         return self.per_channel and name != "codes"

@@ -1,24 +1,20 @@
-"""Attention over packed codes, in C++ kernels (AVX2, float32 on a CPU).
-
-They are compiled on first use, in about 4 s, once per machine.
-"""
+"""Attention over packed codes, in C++ kernels (float32 on a CPU)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
-from caches.platform.kernel_build import Operators
+from caches.platform.native import Operators
 
 FEW = 16  # queries: for more of them, unpacking the codes once is faster
 _MOST_WIDTH = 512
-KERNELS = Operators(Path(__file__).with_suffix(".cpp"), "fused=True")
+KERNELS = Operators("fused=True")
 
 
 def is_supported(dense: torch.Tensor) -> bool:

@@ -1,22 +1,18 @@
-"""Products with the weights of a linear layer, in C++ kernels (float32 inputs on a CPU).
-
-They are compiled on first use, in about 5 s, once per machine. Without a compiler there are none.
-"""
+"""Products with the weights of a linear layer, in C++ kernels (float32 inputs on a CPU)."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import library
 
-from caches.platform.kernel_build import Operators
+from caches.platform.native import Operators
 
 
 def kernels() -> Any:
-    """The operators of `linear_kernels.cpp`; None if they cannot be compiled. Traceable after one call."""
+    """The operators of `native/products.cpp`; None where there are no kernels. Traceable after one call."""
     return _OPERATORS.or_none()
 
 
@@ -100,4 +96,4 @@ def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> tor
     return call
 
 
-_OPERATORS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest product of linear layers", _make_traceable)
+_OPERATORS = Operators("The fastest product of linear layers", _make_traceable)

@@ -1,6 +1,6 @@
 """Linear layers with weights of 8 or 4 bits, for `EngineConfig(weights=...)` on a CPU.
 
-The products are kernels of this package, with inputs in float32. Where they cannot be compiled they are torch's
+The products are kernels of this package, with inputs in float32. Where there are none they are torch's
 operators, which are fast with bfloat16 only: a float32 layer casts its input and its output.
 Where neither is fast, as with many rows, torch multiplies with the weights in full, a block of them at a time.
 """

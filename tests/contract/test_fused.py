@@ -203,11 +203,9 @@ def test_what_has_no_kernel_is_refused(options):
         QuantizedCacheConfig(fused=True, **options)
 
 
-def test_without_a_compiler_it_says_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(fused_attention.KERNELS, "_outcome", [])
+@pytest.mark.usefixtures("no_kernels")
+def test_without_kernels_it_says_what_is_missing():
     model = tiny_model("llama")
-    with pytest.raises(ConfigError, match=r"fused=True needs a C\+\+ compiler.*no-such-compiler.*, or leave it out"):
+    with pytest.raises(ConfigError, match=r"fused=True needs the kernels .* not built .*C\+\+ compiler.*leave it out"):
         caches.build("quantized", model.config, fused=True)
     check_text(model, "quantized", {"residual_length": 4}, {})

@@ -137,7 +137,7 @@ class Bench:
         self._last: Call | None = None
         self._whole = Result()  # of the last call, without a limit
         for kernels in (dense_attention.KERNELS, fused_attention.KERNELS):
-            kernels.or_none()  # compiled once per machine
+            kernels.or_none()  # loaded once per process
         if warm:
             for name in ("dynamic", "offloaded", "quantized"):
                 engine.Generator(self.model).generate(self._ids[None, :40], cache=name, max_new_tokens=2)

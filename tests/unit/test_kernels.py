@@ -1,184 +1,106 @@
-"""Where compiled kernels are kept, and what a compilation leaves behind that does not come to its end."""
+"""Which library of kernels is loaded, what building one leaves behind, and what is made once per machine."""
 
-import os
-import signal
-import stat
+import runpy
+import shutil
 import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import tiny_model
+from places import ROOT
 from streamers import Columns
 from transformers import DynamicCache
 
 import caches
 import configs
 import engine
-from caches.platform import kernel_build, machine
+from caches.platform import machine, native
 from configs import ConfigError
 from engine.compiling import package_process
 
-SOURCE = "int main() {}"
+BUILD = runpy.run_path(str(ROOT / "native" / "build.py"))
 LAYER = dict.fromkeys(("module", "step_call"))
-# Writes what it was given to compile, slowly and in two parts, where -o says.
-FAKE = """#!/bin/sh
-while [ "$1" != -o ]; do case "$1" in *.cpp) from="$1";; esac; shift; done
-printf 'half of ' > "$2"; sleep %s; cat "$from" >> "$2"
-"""
+RELEASE = torch.__version__.partition("+")[0]
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "one.cpp").write_text(SOURCE)
-    monkeypatch.setattr(kernel_build, "_paths", list)
+    """An empty one, in place of that with the libraries."""
+    monkeypatch.setattr(native, "_FOLDER", tmp_path)
+    monkeypatch.setattr(native, "_outcome", [])
     return tmp_path
 
 
-@pytest.fixture
-def compiler(folder, monkeypatch):
-    def become(seconds):
-        path = folder / f"compiler-{seconds}"
-        path.write_text(FAKE % seconds)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("CXX", str(path))
-        return path
-
-    return become
+def library(kind, digest=None, release=RELEASE):
+    return f"kernels-{digest or native._digest_of_sources()}-{release}-{kind}.so"
 
 
-def library(folder):
-    return kernel_build._library(folder / "one.cpp", "one")
+def test_the_library_is_built_of_the_sources_that_are_there():
+    assert native._digest_of_sources() == BUILD["digest_of_sources"]()
+    assert set(native._kinds()) <= set(BUILD["kinds"]())
 
 
-def test_it_is_compiled_once(folder, compiler, monkeypatch):
-    compiler(0)
-    path = library(folder)
-    assert path.read_text() == f"half of {SOURCE}"
-    assert path.parent == folder / "cache" / "kernels"
-    monkeypatch.setattr(subprocess, "run", lambda *of, **options: pytest.fail("compiled again"))
-    assert library(folder) == path
+@pytest.mark.parametrize(
+    ("capability", "flags", "kinds"),
+    [
+        ("AVX512", "amx_tile amx_int8 amx_bf16", ["amx", "avx512", "avx2"]),
+        ("AVX512", "avx512_vnni", ["avx512", "avx2"]),
+        ("AVX2", "amx_tile amx_int8 amx_bf16", ["avx2"]),
+        ("DEFAULT", "", []),
+    ],
+)
+def test_the_best_for_this_processor_comes_first(capability, flags, kinds, folder, monkeypatch):
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(native, "processor", lambda: flags)
+    for kind in ("amx", "avx2", "avx512"):
+        for release in ("1.0", RELEASE):
+            (folder / library(kind, release=release)).touch()
+        (folder / library(kind, digest="0" * 12)).touch()  # of other sources
+    expected = [library(kind, release=release) for kind in kinds for release in (RELEASE, "1.0")]
+    assert [path.name for path in native._libraries()] == expected
 
 
-def test_another_processor_source_or_release_has_a_file_of_its_own(folder, compiler, monkeypatch):
-    compiler(0)
-    found = [library(folder)]
-    monkeypatch.setattr(kernel_build, "processor", lambda: "another one, without AVX-512")
-    found.append(library(folder))
-    monkeypatch.setattr(kernel_build.torch, "__version__", "2.99")
-    found.append(library(folder))
-    (folder / "one.cpp").write_text(SOURCE + "\n")
-    found.append(library(folder))
-    monkeypatch.setattr(kernel_build.platform, "libc_ver", lambda: ("glibc", "2.99"))
-    found.append(library(folder))
-    assert len(set(found)) == 5
-    assert "flags" in machine._FIELDS
+def test_in_a_wheel_there_are_no_sources(folder, monkeypatch):
+    monkeypatch.setattr(native, "_SOURCES", folder / "none")
+    (folder / library(native._kinds()[0], digest="0" * 12)).touch()
+    assert len(native._libraries()) == 1
 
 
-def test_another_header_has_a_file_of_its_own(folder, compiler):
-    compiler(0)
-    (folder / "parts").mkdir()
-    (folder / "one.cpp").write_text('#include <vector>\n#include "parts/a.h"\n')
-    (folder / "parts" / "a.h").write_text('#pragma once\n#include "b.h"  // and "c"\n#include "../one.cpp"\n')
-    found = []
-    for text in ("int b = 1;\n", "int b = 2;\n"):
-        (folder / "parts" / "b.h").write_text(text)
-        found.append(library(folder))
-    assert len(set(found)) == 2
+def test_a_library_that_cannot_be_loaded(folder):
+    (folder / library(native._kinds()[0])).write_bytes(b"no library")
+    operators = native.Operators("fused=True")
+    assert operators.or_none() is None
+    with pytest.raises(ConfigError, match=r"fused=True needs the kernels .* cannot be loaded .*no-build-isolation"):
+        operators.or_error()
 
 
-def test_two_at_once_both_succeed(folder, compiler):
-    compiler(0.2)
-    with ThreadPoolExecutor() as pool:
-        paths = [future.result(timeout=20) for future in [pool.submit(library, folder) for _ in range(2)]]
-    assert paths[0] == paths[1]
-    assert paths[0].read_text() == f"half of {SOURCE}"
-    assert [path.name for path in paths[0].parent.iterdir()] == [paths[0].name]
+def test_what_finishes_a_library_is_done_once():
+    done = []
+    operators = native.Operators("fused=True", lambda: done.append(1))
+    assert operators.or_none() is operators.or_error() is torch.ops.kvengine
+    assert done == [1]
 
 
-def test_a_killed_compiler_leaves_nothing(folder, compiler):
-    path = compiler(0)
-    whole = path.read_text()
-    path.write_text(whole.replace("sleep 0", "kill -9 $$"))
+def test_a_compiler_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", shutil.which("false"))
     with pytest.raises(subprocess.CalledProcessError):
-        library(folder)
-    assert not list((folder / "cache" / "kernels").iterdir())
-    path.write_text(whole)
-    assert library(folder).read_text() == f"half of {SOURCE}"
+        BUILD["build"](tmp_path)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(OSError, match="no-such-compiler"):
+        BUILD["build"](tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-def test_a_killed_compilation_keeps_no_one_waiting(folder, compiler):
-    """In a process of its own that is killed in the middle of it."""
-    compiler(60)
-    code = (
-        "import sys, caches.platform.kernel_build as k, pathlib; k._paths = list; "
-        "k._library(pathlib.Path(sys.argv[1]), 'one')"
-    )  # fmt: skip
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder / "one.cpp")], start_new_session=True)
-    halves = folder / "cache" / "kernels"
-    deadline = time.monotonic() + 60
-    while not (halves.exists() and list(halves.glob(".building-*/*.so"))):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not list(halves.glob("*.so"))
-    compiler(0)
-    begun = time.monotonic()
-    assert library(folder).read_text() == f"half of {SOURCE}"
-    assert time.monotonic() - begun < 5
-
-
-def test_a_folder_that_cannot_be_written_is_not_needed(folder, compiler):
-    compiler(0)
-    (folder / "cache").write_text("a file where the folder should be")
-    path = library(folder)
-    assert path.read_text() == f"half of {SOURCE}"
-    assert folder not in path.parents
-    path.unlink()
-
-
-@pytest.mark.parametrize(("name", "says"), [("false", "exit code 1"), ("no-such-compiler-here", "No such file")])
-def test_a_compiler_that_cannot(name, says, folder, monkeypatch):
-    monkeypatch.setenv("CXX", name)
-    with pytest.raises(ConfigError, match=f"fused=True needs a C\\+\\+ compiler.*{says}.*or leave it out"):
-        kernel_build.load_operators(folder / "one.cpp", "fused=True")
-    assert not list((folder / "cache" / "kernels").iterdir())
-
-
-def test_a_damaged_library_is_compiled_once_more(folder, compiler, monkeypatch):
-    compiler(0)
-    damaged = kernel_build._library(folder / "one.cpp", "kvengine_one")
-    damaged.write_text("")
-
-    loaded = []
-
-    def load(path):
-        if not damaged.read_text():
-            raise OSError("file too short")
-        loaded.append(path)
-
-    monkeypatch.setattr(kernel_build.torch.ops, "load_library", load)
-    assert kernel_build.load_operators(folder / "one.cpp", "fused=True") is None
-    assert loaded == [str(damaged)]
-    assert damaged.read_text() == f"half of {SOURCE}"
-
-
-def test_a_damaged_library_is_not_loaded(folder, compiler):
-    """Loading a part of a library may end the process."""
-    compiler(0)
-    path = library(folder)
-    whole = path.read_bytes()
-    for damaged in (whole[:-3], whole[:-1] + b"x", b""):
-        path.write_bytes(damaged)
-        assert library(folder).read_bytes() == whole
-    assert list(path.parent.iterdir()) == [path]
+def test_libraries_that_are_there_are_not_built_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    for kind in BUILD["kinds"]():
+        (tmp_path / library(kind)).write_bytes(b"this one")
+    (tmp_path / library("avx2", digest="0" * 12)).touch()
+    built = BUILD["build"](tmp_path)
+    assert sorted(built) == sorted(tmp_path.iterdir())
+    assert all(path.read_bytes() == b"this one" for path in built)
 
 
 @pytest.mark.parametrize("fails", ["write_job", "subprocess.Popen"])
@@ -205,15 +127,6 @@ def test_a_warmup_touches_nothing_of_the_caller():
     assert gen.warmup(ids, cache=configs.DynamicCacheConfig()) == gen.warmup(ids, past_key_values=None) == "off"
 
 
-def test_a_library_that_cannot_be_loaded(folder, compiler):
-    compiler(0)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"fused=True .* cannot be loaded: .*or leave it out") as raised:
-            kernel_build.load_operators(folder / "one.cpp", "fused=True")
-        assert isinstance(raised.value.__cause__, OSError)
-    assert not list((folder / "cache" / "kernels").iterdir())
-
-
 def test_the_folder_follows_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("KVENGINE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -221,19 +134,3 @@ def test_the_folder_follows_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tmp_path in machine.cache_folder().parents
-
-
-def test_a_library_for_which_memory_is_out_stays(folder, compiler, monkeypatch):
-    """Compiling it again takes half a minute, in every process, and it would not be mapped either."""
-    compiler(0)
-    path, calls = kernel_build._library(folder / "one.cpp", "kvengine_one"), []
-
-    def load(path):
-        calls.append(path)
-        raise OSError("Could not load this library") from OSError(f"{path}: failed to map segment from shared object")
-
-    monkeypatch.setattr(kernel_build.torch.ops, "load_library", load)
-    with pytest.raises(ConfigError, match=r"cannot be loaded: .*failed to map segment.*free memory"):
-        kernel_build.load_operators(folder / "one.cpp", "fused=True")
-    assert calls == [str(path)]
-    assert path.exists()

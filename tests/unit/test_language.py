@@ -95,17 +95,17 @@ ALLOWED = {
     ("engine/memory/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
     ("engine/export.py", "seen", "seen"): "public: an argument of the exported program",
     ("caches/transfer/export_buffers.py", "seen", "seen"): "public: an argument of the exported program",
-    ("engine/kernels/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
-    ("engine/kernels/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("native/products.cpp", "lane", "lane"): "a lane of a SIMD register",
+    ("native/products.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
-        (f"engine/kernels/products/{name}.h", word, ""): "lanes of a SIMD register"
+        (f"native/products/{name}.h", word, ""): "lanes of a SIMD register"
         for name in ("vectors", "plain", "panels", "four_bits", "matrix_units", "eight_bits")
         for word in ("lane", "lanes")
     },
-    ("caches/quantization/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
-    ("caches/attention/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("native/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("native/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
-        (f"caches/attention/kernels/{name}.h", word, ""): "lanes of a SIMD register"
+        (f"native/attention/{name}.h", word, ""): "lanes of a SIMD register"
         for name in ("lanes", "query_lanes", "common_slots", "own_slots", "work", "prompt")
         for word in ("lane", "lanes")
     },
@@ -193,7 +193,8 @@ def is_allowed(where: str, word: str, text: str) -> bool:
 
 
 def files() -> list[Path]:
-    sources = [path for room in ROOMS for end in ("*.py", "*.cpp", "*.h") for path in sorted((ROOT / room).rglob(end))]
+    folders = [*ROOMS, "native"]
+    sources = [path for room in folders for end in ("*.py", "*.cpp", "*.h") for path in sorted((ROOT / room).rglob(end))]
     pages = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.exists()]
     return [*sources, *pages, *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -385,10 +385,8 @@ def test_generation_through_the_kernel(options, monkeypatch):
     assert out.stats.linears == "kernel"
 
 
-def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    monkeypatch.setattr(linear_kernels._OPERATORS, "_outcome", [])
+@pytest.mark.usefixtures("no_kernels")
+def test_without_kernels_there_is_no_route():
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
     assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).route((8, 8), 1) is None

@@ -86,7 +86,7 @@ def test_any_rows_of_any_shape(bias, outs, width, weights, dtype, has_kernels, m
 def test_products_in_float32(weights, rows, width):
     """Rows of any number, of inputs whose sum is far from zero."""
     if kernels() is None:
-        pytest.skip("needs a C++ compiler")
+        pytest.skip("needs the kernels")
     layer, input = KINDS[weights](torch.randn(200, width), None), torch.randn(rows, width) + 3
     expected = nn.functional.linear(input.double(), weights_of(layer).double())
     limit = 1e-4 if weights == "int4" and rows < 9 else 2e-6  # few rows of 4 bits have codes with a bias
@@ -97,7 +97,7 @@ def test_products_in_float32(weights, rows, width):
 @torch.no_grad()
 def test_products_of_codes_of_8_bits_have_any_width(rows):
     if kernels() is None:
-        pytest.skip("needs a C++ compiler")
+        pytest.skip("needs the kernels")
     for outs, width in [(1, 1), (5, 3), (33, 47), (70, 100), (130, 31)]:
         codes, scales = torch.randint(-127, 128, (outs, width), dtype=torch.int8), torch.rand(outs) + 0.1
         input = torch.randn(rows, width + 3)[:, 1 : width + 1]
@@ -109,7 +109,7 @@ def test_products_of_codes_of_8_bits_have_any_width(rows):
 @torch.no_grad()
 def test_inputs_of_another_width_are_refused(rows):
     if kernels() is None:
-        pytest.skip("needs a C++ compiler")
+        pytest.skip("needs the kernels")
     for kind in KINDS.values():
         with pytest.raises(RuntimeError, match="128 wide, and the weights 64"):
             kind(torch.randn(100, 64), None)(torch.randn(rows, 128))
@@ -148,15 +148,14 @@ def test_compiled_rows_have_one_kind_of_product(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_matrix_units_are_used_where_there_are_some():
     if kernels() is None:
-        pytest.skip("needs a C++ compiler")
+        pytest.skip("needs the kernels")
     assert has_matrix_units() == ("amx_bf16" in Path("/proc/cpuinfo").read_text())
 
 
 @pytest.mark.slow
-def test_products_without_matrix_units(tmp_path):
-    if kernels() is None or not has_matrix_units():
-        pytest.skip("there are none: the other tests are without them")
-    environment = os.environ | {"CXX": "c++ -mno-amx-bf16", "KVENGINE_CACHE": str(tmp_path)}
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() != "AVX512", reason="the other tests are with AVX2")
+def test_products_of_the_library_for_older_processors():
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "avx2"}
     module = "from engine.kernels.linear_kernels import has_matrix_units, kernels"
     code = f"{module}; assert kernels() is not None; assert not has_matrix_units()"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

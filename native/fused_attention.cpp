@@ -22,7 +22,7 @@
 #include <optional>
 #include <vector>
 
-#include "../attention/kernels/exponential.h"
+#include "attention/exponential.h"
 
 namespace {
 

@@ -12,12 +12,12 @@
 #include <stdexcept>
 #include <vector>
 
-#include "kernels/common_slots.h"
-#include "kernels/in_parallel.h"
-#include "kernels/own_slots.h"
-#include "kernels/prompt.h"
-#include "kernels/slots.h"
-#include "kernels/work.h"
+#include "attention/common_slots.h"
+#include "attention/in_parallel.h"
+#include "attention/own_slots.h"
+#include "attention/prompt.h"
+#include "attention/slots.h"
+#include "attention/work.h"
 
 namespace {
 
