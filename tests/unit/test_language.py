@@ -194,7 +194,8 @@ def is_allowed(where: str, word: str, text: str) -> bool:
 
 def files() -> list[Path]:
     folders = [*ROOMS, "native"]
-    sources = [path for room in folders for end in ("*.py", "*.cpp", "*.h") for path in sorted((ROOT / room).rglob(end))]
+    ends = ("*.py", "*.cpp", "*.h")
+    sources = [path for folder in folders for end in ends for path in sorted((ROOT / folder).rglob(end))]
     pages = [path for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md") if path.exists()]
     return [*sources, *pages, *sorted((ROOT / "docs").rglob("*.md"))]
 

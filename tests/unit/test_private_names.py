@@ -418,6 +418,7 @@ WORK = {
         "prepare_position_ids": positions_are_prepared,
         "prepare_special_tokens": lambda: transformers_api.special_tokens(config_of(llama())).eos.tolist() == [2],
         # What they return of a model that is split: tests/parity/test_tensor_parallel.py.
+        "plan_name": lambda: transformers_api.plan_name("model.layers.11.mlp") == "model.layers.*.mlp",
         "rank_count": lambda: transformers_api.rank_count(llama()) == 1 and hasattr(llama(), "_tp_size"),
         "rank_mesh": lambda: hasattr(llama(), "_device_mesh"),
         "special_tokens": lambda: int(transformers_api.special_tokens(config_of(llama())).pad) == 1,
