@@ -28,7 +28,7 @@ from engine.model.first_layer_probe import Probe, Reached
 from engine.model.forward_arguments import ForwardArguments, Step
 from engine.model.joined_step import Feed, Part, can_be_joined, joined_step
 from engine.model.layer_packages import ComputeAgain, LayerPackages
-from engine.model.linear_backend import active, table_for
+from engine.model.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
 from engine.model.linear_routes import TORCH
 from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
@@ -72,6 +72,7 @@ class ModelRunner:
         self.ranks, self._turn = ranks_of(model), turn_of(model)
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
+        self._linears = RoutedLinears(model, self._table)
         packed_attention.install()
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
@@ -303,16 +304,20 @@ class ModelRunner:
     ) -> ModelOutput:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
-            inputs = self.arguments.of_compiled(inputs, step)
-        table = self._table if routed else None
-        if table is not None and not step.prefill:
-            table = table.for_step(len(step.ids) * (step.end - step.begin))
-        outer = active.table, packed_attention.active.packs  # of a step that this one is inside of
+            inputs, routed = self.arguments.of_compiled(inputs, step), False
+        routes, layers = None, []
+        if routed and self._table is not None:
+            rows = None if step.prefill else len(step.ids) * (step.end - step.begin)
+            routes, layers = self._table.routes, self._linears.of_step(rows)
+        enter, leave = changes(layers, RoutedLinear)
+        outer = active.routes, packed_attention.active.packs  # of a step that this one is inside of
         try:
-            active.table, packed_attention.active.packs = table, True
+            active.routes, packed_attention.active.packs = routes, True
+            enter()
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
-        finally:
-            active.table, packed_attention.active.packs = outer
+        finally:  # Ctrl-C may come behind a call: there is one, the last
+            active.routes, packed_attention.active.packs = outer
+            leave()
 
     def _in_one_graph(self, **inputs: Any) -> ModelOutput:
         assert self._compiled is not None

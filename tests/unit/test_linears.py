@@ -1,7 +1,8 @@
 """Linear layers through other operators and our own kernel: the same numbers up to rounding."""
 
 import copy
-import pickle
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -16,45 +17,31 @@ from torch.nn.utils import parametrize, prune
 import engine
 from caches.torch_api import pack_int4
 from engine.model import linear_backend, linear_kernels, linear_routes, low_bit_linears
-from engine.model.linear_backend import Table, active, table_for
+from engine.model.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
 from engine.model.linear_kernels import join_products, kernels
 from engine.model.linear_routes import ALL_TORCH
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
+ROUTED = engine.EngineConfig(linears="onednn")
+
 
 @contextmanager
-def routed(table):
-    """As in a step of ours; collects which routes are taken, and None where torch's own product is."""
-    taken = []
-
-    class Noting(Table):
-        def __init__(self):
-            pass
-
-        def route(self, shape, rows):
-            found = table.route(shape, rows)
-            if found is None:
-                taken.append(None)
-                return None
-
-            def noted(*arguments):
-                taken.append(found)
-                return found(*arguments)
-
-            return noted
-
-    active.table = Noting()
+def routed(model, name):
+    """As in a step of ours whose products all have the route of this name; collects which are taken."""
+    route, taken = linear_routes.routes()[name], []
+    noted = {name: lambda *inputs: taken.append(route) or route(*inputs)}
+    shapes = {tuple(one.weight.shape) for one in model.modules() if isinstance(one, nn.Linear)}
+    table = Table(dict.fromkeys(shapes, (name,) * 7), noted)
+    enter, leave = changes(RoutedLinears(model, table).of_step(None), RoutedLinear)
+    active.routes = table.routes
     try:
+        enter()
         with torch.no_grad():
             yield taken
     finally:
-        active.table = None
-
-
-def table_of(name, *shapes):
-    table_for(nn.Linear(8, 8), "onednn")  # which makes linear layers ask
-    return Table(dict.fromkeys(shapes or [(8, 8)], (name,) * 7), linear_routes.routes())
+        active.routes = None
+        leave()
 
 
 @pytest.mark.parametrize("name", ["mm", "onednn", "swapped"])
@@ -64,7 +51,7 @@ def test_equal_to_rounding(bias, shape, name):
     layer, input = nn.Linear(48, 33, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = layer(input)
-    with routed(table_of(name, (33, 48))) as taken:
+    with routed(layer, name) as taken:
         torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
         assert layer(input).is_contiguous()  # models take views of it
@@ -82,16 +69,40 @@ def test_rows_and_shape_choose_the_route(rows, shape, expected):
         (512, 256): ("torch", "mm", "onednn", "swapped", "mm", "onednn", "torch"),
         (256, 512): ("onednn",) * 7,
     }
-    table = Table(names, linear_routes.routes())
-    assert table.route(shape, rows) is linear_routes.routes().get(expected)
+    routes = {name: lambda *inputs, name=name: taken.append(name) or route(*inputs)
+              for name, route in linear_routes.routes().items()}  # fmt: skip
+    taken, table, model = [], Table(names, routes), nn.Linear(*reversed(shape))
+    enter, leave = changes(RoutedLinears(model, table).of_step(rows), RoutedLinear)
+    enter()
+    active.routes = table.routes
+    try:
+        with torch.no_grad():
+            model(torch.randn(1, rows, shape[1]))
+    finally:
+        active.routes = None
+        leave()
+    assert taken == [name for name in [expected] if name != "torch"]
     assert str(table).startswith("256x512: onednn; 512x256: 1 row torch, 2-4 mm, 5-8 onednn")
 
 
-@pytest.mark.parametrize(("rows", "looks"), [(1, False), (4, False), (5, True), (64, True), (65, True)])
-def test_a_step_of_few_rows_without_a_route_looks_up_nothing(rows, looks):
-    names = {(8, 8): ("torch",) * 7, (16, 8): ("torch", "torch", "mm", "torch", "torch", "torch", "torch")}
-    table = Table(names, linear_routes.routes())
-    assert table.for_step(rows) is (table if looks else None)
+@pytest.mark.parametrize(("rows", "shapes"), [(1, []), (4, []), (5, [16]), (64, [16]), (65, [12, 16]), (None, [12, 16])])
+def test_layers_without_a_route_for_so_few_rows_are_left_alone(rows, shapes):
+    names = {(8, 8): ("torch",) * 7, (16, 8): ("torch", "torch", "mm", "torch", "torch", "torch", "torch"),
+             (12, 8): (*("torch",) * 6, "mm")}  # fmt: skip
+    model = nn.ModuleList([nn.Linear(8, outs) for outs in (8, 12, 16, 20)])
+    layers = RoutedLinears(model, Table(names, linear_routes.routes())).of_step(rows)
+    assert [layer.out_features for layer in layers] == shapes
+
+
+def test_layers_that_others_replace_are_freed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers = RoutedLinears(model, table_for(model, "onednn"))
+    assert layers.of_step(None) == [*model]
+    before = weakref.ref(model[0])
+    model[0] = nn.Identity()
+    gc.collect()
+    assert before() is None
+    assert layers.of_step(None) == [model[1]]
 
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
@@ -99,7 +110,7 @@ def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatc
     model = copy.deepcopy(tiny_model("llama"))
     generator, seen = engine.Generator(model), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
-        lambda layer, given: seen.append((given[0].numel() // given[0].shape[-1], active.table is not None))
+        lambda layer, given: seen.append((given[0].numel() // given[0].shape[-1], type(layer) is RoutedLinear))
     )
     generator.generate(prompt(rows=1, pads=0), max_new_tokens=3)
     generator.generate(prompt(rows=2), max_new_tokens=2)
@@ -124,11 +135,15 @@ def test_what_compiled_code_multiplies_with(monkeypatch):
 
 def test_new_weights_are_seen():
     layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    table = table_for(layer, "onednn")
-    layer.weight = nn.Parameter(torch.zeros(8, 8))
-    layer.bias = nn.Parameter(torch.ones(8))
-    with routed(table):
+    with routed(layer, "onednn") as taken:
+        layer.weight = nn.Parameter(torch.zeros(8, 8))
+        layer.bias = nn.Parameter(torch.ones(8))
         assert torch.equal(layer(input), torch.ones(2, 8))
+        assert len(taken) == 1
+        layer.weight = nn.Parameter(torch.zeros(4, 8))  # of a shape without routes
+        layer.bias = None
+        assert torch.equal(layer(input), torch.zeros(2, 4))
+        assert len(taken) == 1
 
 
 def test_which_models_have_routes():
@@ -151,8 +166,7 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(600, 512), nn.Linear(512, 700), nn.Linear(600, 512))
     table = table_for(model, "auto")
     assert asked == [{(8, 8), (512, 600), (700, 512)}]
-    assert table.route((512, 600), 2) is linear_routes.routes()["mm"]
-    assert table.route((700, 512), 2) is None
+    assert table.routes == {(512, 600): [linear_routes.routes().get(name) for name in names]}
     assert str(table) == linear_backend._in_short(names)
     monkeypatch.setattr(linear_backend, "fastest", lambda shapes: dict.fromkeys(shapes, ALL_TORCH))
     assert table_for(model, "auto") is None
@@ -160,49 +174,26 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
 
 def test_a_bias_that_is_computed_is_left_alone():
     layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    prune.identity(layer, "bias")
+    plain = nn.Linear(8, 8, bias=False)
     with torch.no_grad():
         expected = layer(input)
-    with routed(table_of("onednn")) as taken:
+    with routed(nn.ModuleList([layer, plain]), "onednn") as taken:
         assert torch.equal(layer(input), expected)
         assert not taken
-        assert torch.isfinite(nn.Linear(8, 8, bias=False)(input)).all()
+        assert torch.isfinite(plain(input)).all()
         assert taken
 
 
-def test_what_another_library_has_put_there_is_called(monkeypatch):
-    called, layer, input = [], nn.Linear(8, 8), torch.randn(2, 8)
-    table_of("onednn")
-    before = nn.Linear.forward
-
-    def theirs(self, input):
-        called.append(self)
-        return before(self, input) / 2
-
-    monkeypatch.setattr(nn.Linear, "forward", theirs)
-    for route in ("torch", "onednn"):
-        with routed(table_of(route)) as taken, torch.no_grad():
-            torch.testing.assert_close(layer(input), nn.functional.linear(input, layer.weight, layer.bias) / 2)
-        assert len(taken) == 1  # by ours, below theirs
-    assert called == [layer, layer]
-
-
-def test_what_another_library_computes_instead_is_not_routed(monkeypatch):
-    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: input * 2)
-    with routed(table_of("onednn")) as taken:
-        assert torch.equal(layer(input), input * 2)
-    assert not taken
-    ours = nn.Linear.forward
-    table_of("onednn")
-    assert nn.Linear.forward is ours
-
-
-def test_methods_can_be_pickled():
-    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    table_of("onednn")
-    assert pickle.loads(pickle.dumps(nn.Linear.forward)) is nn.Linear.forward
-    assert torch.equal(pickle.loads(pickle.dumps(layer.forward))(input), layer(input))
+def test_what_another_library_has_put_there_computes(monkeypatch):
+    model = copy.deepcopy(tiny_model("llama"))
+    generator, called, forward = engine.Generator(model, config=ROUTED), [], nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: called.append(type(self)) or forward(self, input))
+    out = generator.generate(prompt(), max_new_tokens=3)
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert called == [nn.Linear] * 3 * layers
+    monkeypatch.undo()
+    assert out.tokens == generator.generate(prompt(), max_new_tokens=3).tokens
 
 
 class Scaled(nn.Linear):
@@ -220,29 +211,45 @@ def with_quantized_weight():
     return layer
 
 
+def with_computed_weight():
+    layer = nn.Linear(8, 8)
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return layer
+
+
 @pytest.mark.parametrize(
-    "make", [with_quantized_weight, lambda: prune.identity(nn.Linear(8, 8), "weight"), lambda: nn.Linear(8, 8).double()]
-)
+    "make", [with_quantized_weight, with_computed_weight, lambda: prune.identity(nn.Linear(8, 8), "weight"),
+             lambda: nn.Linear(8, 8).double(), lambda: Scaled(8, 8)]
+)  # fmt: skip
 def test_layers_that_are_not_plain_are_left_alone(make):
-    layer = make()
-    with routed(table_of("onednn")) as taken:
-        layer(torch.randn(2, 8, dtype=next(layer.parameters()).dtype))
+    layer, plain = make(), nn.Linear(8, 8)
+    input = torch.randn(2, 8, dtype=next(layer.parameters()).dtype)
+    with torch.no_grad():
+        expected = layer(input)
+    with routed(nn.ModuleList([layer, plain]), "onednn") as taken:
+        assert torch.equal(layer(input), expected)
         assert not taken
-        nn.Linear(8, 8)(torch.randn(2, 8))
+        plain(torch.randn(2, 8))
         assert taken
 
 
-def test_a_layer_that_does_more_does_it():
-    layer, input = Scaled(8, 8), torch.randn(2, 8)
-    with torch.no_grad():
-        expected = layer(input)
-    with routed(table_of("onednn")):
-        torch.testing.assert_close(layer(input), expected)
+@pytest.mark.parametrize("change", [with_quantized_weight, with_computed_weight])
+def test_layers_that_are_changed_in_a_step_are_left_alone(change):
+    """By a hook. A layer of another class by the end of the step keeps it."""
+    layer, other = nn.Linear(8, 8), change()
+    with routed(layer, "onednn") as taken:
+        if type(other) is nn.Linear:
+            layer.weight = other.weight
+        else:
+            parametrize.register_parametrization(layer, "weight", nn.Tanh())
+        layer(torch.randn(2, 8))
+        assert not taken
+    assert layer(torch.randn(2, 8)).shape == (2, 8)
 
 
 def test_other_types_and_derivatives_take_torchs_own():
     layer, rows = nn.Linear(8, 8), torch.randn(2, 8)
-    with routed(table_of("onednn")) as taken:
+    with routed(layer, "onednn") as taken:
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(rows).dtype == torch.bfloat16
         with torch.enable_grad():
@@ -280,7 +287,8 @@ def test_a_failing_forward_ends_the_routes(monkeypatch):
     generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
     with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError"):
         generator.generate(prompt(), max_new_tokens=5)
-    assert active.table is None
+    assert active.routes is None
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
 
 
 def test_a_model_that_was_moved_is_left_alone():
@@ -298,7 +306,7 @@ def test_the_kernel(rows, outs, width):
     layer, input = nn.Linear(width, outs), torch.randn(1, rows, width)
     with torch.no_grad():
         expected = layer(input)
-        with routed(table_of("kernel", (outs, width))) as taken:
+        with routed(layer, "kernel") as taken:
             torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(layer(input[0, 0]), expected[0, 0], atol=1e-5, rtol=1e-5)
             strided = torch.randn(width, 2).T
@@ -391,7 +399,7 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(linear_kernels._OPERATORS, "_outcome", [])
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
-    assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).route((8, 8), 1) is None
+    assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).routes == {(8, 8): [None] * 6}
 
 
 def test_the_old_name_of_the_kernel():
