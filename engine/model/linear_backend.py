@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress, repeat
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 from weakref import ref
 
 import torch
@@ -40,8 +40,8 @@ from engine.model.linear_routes import (
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn", "onednn")
 
 
-Routes: TypeAlias = "dict[Shape, list[Route | None]]"
-"""By a matrix's shape the route for each bucket of rows; None for torch's own."""
+Routes: TypeAlias = "dict[tuple[int, ...], list[Route | None]]"
+"""By the shape of a matrix, (outs, width), the route for each bucket of rows; None for torch's own."""
 
 
 class Table:
@@ -115,13 +115,13 @@ _set_class: Callable[[nn.Module, type[nn.Module]], None] = object.__dict__["__cl
 
 
 class RoutedLinear(nn.Linear):
-    """A linear layer while a step computes. Whoever asks, or copies it, finds an `nn.Linear`."""
+    """A linear layer while a step computes. Its `__class__`, copies and pickles are those of an `nn.Linear`."""
 
-    __class__ = property(lambda layer: nn.Linear, _set_class)  # type: ignore[assignment]
+    __class__ = property(lambda layer: nn.Linear, _set_class)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        construct, (_, *arguments), *state = nn.Linear.__reduce_ex__(self, protocol)
-        return construct, (nn.Linear, *arguments), *state
+        construct, (_, *others), *state = cast(Any, nn.Linear.__reduce_ex__(self, protocol))
+        return construct, (nn.Linear, *others), *state
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The one call of Python that a product takes. Only shapes are known before: weights may be replaced, moved,
@@ -157,8 +157,8 @@ class TracedLinear(RoutedLinear):
         weight = parameters.get("weight")
         if routes is not None and weight is not None and weight.dtype is torch.float32 and "bias" in parameters:
             by_rows = routes.get(shape_of(weight))
-            route = by_rows and by_rows[bisect_left(ROW_LIMITS, input.numel() // weight.shape[1])]
-            if route:
+            route = None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, input.numel() // weight.shape[1])]
+            if route is not None:
                 return route(input, weight, parameters["bias"])
         return nn.Linear.forward(self, input)
 
@@ -166,18 +166,20 @@ class TracedLinear(RoutedLinear):
 class RoutedLinears:
     """The linear layers of a model whose products have routes. They are not kept alive: others may replace them."""
 
-    def __init__(self, model: nn.Module, table: Table | None):
-        self._layers: list[tuple[ref[nn.Linear], int]] = []  # each with its first bucket of rows that has a route
-        for module in model.modules() if table is not None else ():
+    def __init__(self, model: nn.Module, table: Table):
+        self.table = table
+        self._layers: list[tuple[ref[nn.Module], int]] = []  # each with the first bucket of rows that has a route
+        for module in model.modules():
             weight = parameters_of(module).get("weight") if type(module) is nn.Linear else None
             by_rows = [] if weight is None else table.routes.get(weight.shape, [])
-            if any(by_rows):
-                self._layers.append((ref(module), [route is None for route in by_rows].index(False)))
+            first = next((bucket for bucket, route in enumerate(by_rows) if route), None)
+            if first is not None:
+                self._layers.append((ref(module), first))
 
     def of_step(self, rows: int | None) -> list[nn.Linear]:
-        """Those with a route for products of up to `rows` rows (None: any number), as they are between steps.
+        """Those with a route for products of up to `rows` rows (None: any number), of torch's class as between steps.
 
-        None where another library has replaced torch's forward: it calls torch's, or computes something else.
+        None of them where another library has replaced that class's forward: it may compute something else.
         """
         if getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear):
             return []
@@ -185,10 +187,12 @@ class RoutedLinears:
         return [layer for one, first in self._layers if first <= last and type(layer := one()) is nn.Linear]
 
 
-def changes(layers: Sequence[nn.Module], kind: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Functions that change the class of these layers from torch's to `kind`, and back. They are C code as a whole, so
-    that Ctrl-C does not stop them halfway, and leave layers alone that are of another class by then."""
-    return _change(layers, nn.Linear, kind), _change(layers, kind, nn.Linear)
+def changes(layers: Sequence[nn.Module], routed: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Functions that change the class of these layers from torch's to `routed`, and back.
+
+    Each is C code, which Ctrl-C does not stop halfway. Layers that are of another class by then stay as they are.
+    """
+    return _change(layers, nn.Linear, routed), _change(layers, routed, nn.Linear)
 
 
 def _change(layers: Sequence[nn.Module], before: type[nn.Linear], after: type[nn.Linear]) -> Callable[[], Any]:

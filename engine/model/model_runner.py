@@ -72,7 +72,7 @@ class ModelRunner:
         self.ranks, self._turn = ranks_of(model), turn_of(model)
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
-        self._linears = RoutedLinears(model, self._table)
+        self._linears = None if self._table is None else RoutedLinears(model, self._table)
         packed_attention.install()
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
@@ -306,9 +306,9 @@ class ModelRunner:
         if compute is not None and self._packages is None:
             inputs, routed = self.arguments.of_compiled(inputs, step), False
         routes, layers = None, []
-        if routed and self._table is not None:
+        if routed and self._linears is not None:
             rows = None if step.prefill else len(step.ids) * (step.end - step.begin)
-            routes, layers = self._table.routes, self._linears.of_step(rows)
+            routes, layers = self._linears.table.routes, self._linears.of_step(rows)
         enter, leave = changes(layers, RoutedLinear)
         outer = active.routes, packed_attention.active.packs  # of a step that this one is inside of
         try:

@@ -81,7 +81,7 @@ def build(job: Path) -> None:
 def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
     enter, leave = changes([*step.modules()], TracedLinear)
     try:
-        active.routes = linears and linears.for_compiled_code().routes
+        active.routes = None if linears is None else linears.for_compiled_code().routes
         enter()
         program = torch.export.export(step, (step.inputs,), dynamic_shapes=(dynamic_shapes(step),), strict=False)
     finally:
