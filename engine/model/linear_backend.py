@@ -14,7 +14,7 @@ import operator
 import threading
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import compress, repeat
 from typing import Any, TypeAlias, TypeGuard, cast
@@ -40,8 +40,8 @@ from engine.model.linear_routes import (
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn", "onednn")
 
 
-Routes: TypeAlias = "dict[tuple[int, ...], list[Route | None]]"
-"""By the shape of a matrix, (outs, width), the route for each bucket of rows; None for torch's own."""
+Routes: TypeAlias = "list[Route | None]"
+"""Of one matrix: the route for each bucket of rows; None for torch's own."""
 
 
 class Table:
@@ -49,7 +49,9 @@ class Table:
 
     def __init__(self, names: dict[Shape, Names], routes: dict[str, Route]):
         self._names = names
-        self.routes: Routes = {shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()}
+        self.routes: dict[tuple[int, ...], Routes] = {
+            shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()
+        }
 
     def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names]]]:
         return _with_known_routes, (self._names,)
@@ -104,12 +106,12 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
 
 
 class _Active(threading.local):
-    routes: Routes | None = None
+    routes: dict[nn.Module, Routes] | None = None
 
 
 active = _Active()
-"""`routes`: those for this thread; None outside of the engine's steps, which reset it in a `finally`."""
-
+"""`routes`: those of the layers of the step that this thread computes; None outside of steps, which reset it in a
+`finally`."""
 
 _set_class: Callable[[nn.Module, type[nn.Module]], None] = object.__dict__["__class__"].__set__
 
@@ -124,26 +126,24 @@ class RoutedLinear(nn.Linear):
         return construct, (nn.Linear, *others), *state
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The one call of Python that a product takes. Only shapes are known before: weights may be replaced, moved,
-        quantized (subclasses, which may report float32) or computed, and code of the model may turn derivatives or
-        autocast on, which routes do not support."""
+        """The one call of Python that a product takes. The routes of the layer alone are known before: weights may be
+        replaced, moved, quantized (as subclasses, which may report float32) or computed, and code of the model may turn
+        on derivatives or autocast, which routes do not support."""
         routes, parameters = active.routes, parameters_of(self)
         weight, bias = parameters.get("weight"), parameters.get("bias", False)  # False: it is computed
         if (
             routes is not None
+            and not torch.compiler.is_dynamo_compiling()
             and type(input) is torch.Tensor
-            and input.dtype is torch.float32
-            and input.is_cpu
             and type(weight) is nn.Parameter
-            and weight.dtype is torch.float32
+            and input.dtype is weight.dtype is torch.float32
             and weight.is_cpu
-            and (by_rows := routes.get(shape := weight.shape)) is not None
-            and (rows := input.numel() // shape[1])
-            and (route := by_rows[bisect_left(ROW_LIMITS, rows)]) is not None
             and (bias is None or (type(bias) is nn.Parameter and bias.dtype is torch.float32 and bias.is_cpu))
+            and (by_rows := routes.get(self)) is not None
+            and (rows := input.numel() // self.in_features)
+            and (route := by_rows[bisect_left(ROW_LIMITS, rows)]) is not None
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
         ):
             return route(input, weight, bias)
         return nn.Linear.forward(self, input)
@@ -156,8 +156,8 @@ class TracedLinear(RoutedLinear):
         routes, parameters = active.routes, parameters_of(self)
         weight = parameters.get("weight")
         if routes is not None and weight is not None and weight.dtype is torch.float32 and "bias" in parameters:
-            by_rows = routes.get(shape_of(weight))
-            route = None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, input.numel() // weight.shape[1])]
+            by_rows = routes.get(self)
+            route = None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, input.numel() // self.in_features)]
             if route is not None:
                 return route(input, weight, parameters["bias"])
         return nn.Linear.forward(self, input)
@@ -167,34 +167,31 @@ class RoutedLinears:
     """The linear layers of a model whose products have routes. They are not kept alive: others may replace them."""
 
     def __init__(self, model: nn.Module, table: Table):
-        self.table = table
-        self._layers: list[tuple[ref[nn.Module], int]] = []  # each with the first bucket of rows that has a route
+        self._layers: list[tuple[ref[nn.Module], Routes, int]] = []  # the first bucket of rows that has a route
         for module in model.modules():
             weight = parameters_of(module).get("weight") if type(module) is nn.Linear else None
             by_rows = [] if weight is None else table.routes.get(weight.shape, [])
             first = next((bucket for bucket, route in enumerate(by_rows) if route), None)
             if first is not None:
-                self._layers.append((ref(module), first))
+                self._layers.append((ref(module), by_rows, first))
 
-    def of_step(self, rows: int | None) -> list[nn.Linear]:
-        """Those with a route for products of up to `rows` rows (None: any number), of torch's class as between steps.
-
-        None of them where another library has replaced that class's forward: it may compute something else.
-        """
+    def of_step(self, rows: int | None = None) -> dict[nn.Module, Routes]:
+        """The routes of those that have one for products of up to `rows` rows (None: any number), and are of torch's
+        class, as between steps. None of them where another library has replaced the forward of that class."""
         if getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear):
-            return []
+            return {}
         last = len(ROW_LIMITS) if rows is None else bisect_left(ROW_LIMITS, rows)
-        return [layer for one, first in self._layers if first <= last and type(layer := one()) is nn.Linear]
+        return {layer: by_rows for one, by_rows, first in self._layers
+                if first <= last and type(layer := one()) is nn.Linear}  # fmt: skip
 
 
-def changes(layers: Sequence[nn.Module], routed: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Functions that change the class of these layers from torch's to `routed`, and back.
+def changes(layers: Collection[nn.Module], routed: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Functions that change the class of these layers of torch's class to `routed`, and back.
 
     Each is C code, which Ctrl-C does not stop halfway. Layers that are of another class by then stay as they are.
     """
-    return _change(layers, nn.Linear, routed), _change(layers, routed, nn.Linear)
-
-
-def _change(layers: Sequence[nn.Module], before: type[nn.Linear], after: type[nn.Linear]) -> Callable[[], Any]:
-    are_before = map(operator.is_, map(type, layers), repeat(before))
-    return partial(deque, map(_set_class, compress(layers, are_before), repeat(after)), 0)
+    are_routed = map(operator.is_, map(type, layers), repeat(routed))
+    there = map(_set_class, layers, repeat(routed))
+    back = map(_set_class, compress(layers, are_routed), repeat(nn.Linear))
+    run: Callable[..., Any] = deque
+    return partial(run, there, 0), partial(run, back, 0)

@@ -23,7 +23,7 @@ from caches.attention.dense_attention import KERNELS as ATTENTION_KERNELS
 from caches.machine import write_atomically
 from caches.torch_api import compile_package, state_without_hooks
 from engine.model.layer_step import LayerStep, dynamic_shapes
-from engine.model.linear_backend import Table, TracedLinear, active, changes
+from engine.model.linear_backend import RoutedLinears, Table, TracedLinear, active, changes
 from engine.model.linear_kernels import join_products, kernels
 
 LAYER = "layer."  # before the names of the weights in a package
@@ -79,9 +79,10 @@ def build(job: Path) -> None:
 
 @torch.no_grad()
 def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
-    enter, leave = changes([*step.modules()], TracedLinear)
+    routes = {} if linears is None else RoutedLinears(step, linears.for_compiled_code()).of_step()
+    enter, leave = changes(routes, TracedLinear)
     try:
-        active.routes = None if linears is None else linears.for_compiled_code().routes
+        active.routes = routes
         enter()
         program = torch.export.export(step, (step.inputs,), dynamic_shapes=(dynamic_shapes(step),), strict=False)
     finally:

@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize, prune
 
 import engine
 from caches.torch_api import pack_int4
-from engine.model import linear_backend, linear_kernels, linear_routes, low_bit_linears
+from engine.model import linear_backend, linear_kernels, linear_routes, low_bit_linears, package_builder
+from engine.model.layer_step import LayerStep, Place
 from engine.model.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
 from engine.model.linear_kernels import join_products, kernels
 from engine.model.linear_routes import ALL_TORCH
@@ -46,8 +47,8 @@ def routed(model, name):
 
 @contextmanager
 def in_step(model, table, rows=None):
-    enter, leave = changes(RoutedLinears(model, table).of_step(rows), RoutedLinear)
-    active.routes = table.routes
+    active.routes = RoutedLinears(model, table).of_step(rows)
+    enter, leave = changes(active.routes, RoutedLinear)
     try:
         enter()
         with torch.no_grad():
@@ -104,12 +105,12 @@ def test_layers_without_a_route_for_so_few_rows_are_left_alone(rows, shapes):
 def test_layers_that_others_replace_are_freed():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     layers = RoutedLinears(model, table_for(model, "onednn"))
-    assert layers.of_step(None) == [*model]
+    assert [*layers.of_step()] == [*model]
     before = weakref.ref(model[0])
     model[0] = nn.Identity()
     gc.collect()
     assert before() is None
-    assert layers.of_step(None) == [model[1]]
+    assert [*layers.of_step()] == [model[1]]
 
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
@@ -146,11 +147,9 @@ def test_new_weights_are_seen():
         layer.weight = nn.Parameter(torch.zeros(8, 8))
         layer.bias = nn.Parameter(torch.ones(8))
         assert torch.equal(layer(input), torch.ones(2, 8))
-        assert len(taken) == 1
-        layer.weight = nn.Parameter(torch.zeros(4, 8))  # of a shape without routes
-        layer.bias = None
-        assert torch.equal(layer(input), torch.zeros(2, 4))
-        assert len(taken) == 1
+        layer.weight, layer.bias = nn.Parameter(torch.ones(4, 5)), None  # of another shape
+        torch.testing.assert_close(layer(input[:, :5]), input[:, :5].sum(dim=1, keepdim=True).expand(2, 4))
+    assert len(taken) == 2
 
 
 def test_which_models_have_routes():
@@ -412,3 +411,29 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
 def test_the_old_name_of_the_kernel():
     with pytest.warns(DeprecationWarning, match="now part of 'auto'"):
         assert engine.EngineConfig(linears="gemv").linears == "auto"
+
+
+@needs_kernels
+def test_code_that_is_compiled_has_the_routes(monkeypatch, tmp_path):
+    """Of products in float32; the layers are torch's own again after it is traced."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
+            self.third, self.last = nn.Linear(4, 8), nn.Linear(8, 8).double()
+
+        def forward(self, input, cache):
+            return self.last(self.third(self.second(self.first(input))).double())
+
+    programs = []
+    monkeypatch.setattr(package_builder, "compile_package", lambda program, path, change: programs.append(program))
+    monkeypatch.setattr(package_builder.os, "replace", lambda source, target: None)
+    layers = Layers().eval().requires_grad_(False)
+    step = LayerStep(layers, ((torch.randn(2, 1, 8), Place.CACHE), {}))
+    table = Table({(8, 8): ("kernel",) * 7, (4, 8): ("onednn",) * 7}, linear_routes.routes())
+    package_builder._build(step, table, tmp_path / "layer.pt2")
+    calls = [str(node.target) for node in programs[0].graph.nodes if node.op == "call_function"]
+    products = [name for name in calls if "linear" in name]
+    assert products == ["kvengine.linears.default", "mkldnn._linear_pointwise.default", *["aten.linear.default"] * 2]
+    assert [type(layer) for layer in layers.children()] == [nn.Linear] * 4
