@@ -122,8 +122,8 @@ class RoutedLinear(nn.Linear):
     __class__ = property(lambda layer: nn.Linear, _set_class)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        construct, (_, *others), *state = cast(Any, nn.Linear.__reduce_ex__(self, protocol))
-        return construct, (nn.Linear, *others), *state
+        construct, (_, *arguments), *state = cast(Any, nn.Linear.__reduce_ex__(self, protocol))
+        return construct, (nn.Linear, *arguments), *state
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The one call of Python that a product takes. The routes of the layer alone are known before: weights may be
@@ -181,8 +181,8 @@ class RoutedLinears:
         if getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear):
             return {}
         last = len(ROW_LIMITS) if rows is None else bisect_left(ROW_LIMITS, rows)
-        return {layer: by_rows for one, by_rows, first in self._layers
-                if first <= last and type(layer := one()) is nn.Linear}  # fmt: skip
+        return {layer: by_rows for reference, by_rows, first in self._layers
+                if first <= last and type(layer := reference()) is nn.Linear}  # fmt: skip
 
 
 def changes(layers: Collection[nn.Module], routed: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:

@@ -73,7 +73,7 @@ class ModelRunner:
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         self._linears = None if self._table is None else RoutedLinears(model, self._table)
-        packed_attention.install()
+        packed_attention.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
         self.arguments = ForwardArguments(model)
