@@ -4,12 +4,8 @@ A module of its own: their names are so common that a folder of the user's may h
 """
 
 import sys
-import warnings
-from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 
 def check_siblings(package_file: str, *names: str) -> None:
@@ -36,23 +32,3 @@ def check_siblings(package_file: str, *names: str) -> None:
                 "does with folders in the working directory. Run from another folder, rename that one, or keep the "
                 "working directory off the path with `python -P` or PYTHONSAFEPATH=1 (Python 3.11 and later)"
             )
-
-
-def old_names(package: str, new: dict[str, str]) -> Callable[..., Any]:
-    """A package's `__getattr__` for the names that its public things had in release 0.1, until release 0.3.
-
-    new: today's name of each. Raises `AttributeError` for other names. stacklevel: of the warning, one more for every
-    function between the user's line and this one.
-    """
-
-    def find(name: str, stacklevel: int = 2) -> Any:
-        if name not in new:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        warnings.warn(
-            f"{package}.{name} is now {package}.{new[name]}; the old name goes in release 0.3",
-            DeprecationWarning,
-            stacklevel=stacklevel,
-        )
-        return getattr(import_module(package), new[name])
-
-    return find

@@ -24,7 +24,7 @@ from torch import distributed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import engine
-from engine.model.ranks import ranks_of
+from engine.parallel.ranks import ranks_of
 
 HERE = Path(__file__)
 SIZES = {"1 process, 1 thread": (1, 1), "1 process, 2 threads": (1, 2), "2 processes, 1 thread each": (2, 1)}

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import engine
-from engine.model.linear_kernels import has_matrix_units, kernels
+from engine.kernels.linear_kernels import has_matrix_units, kernels
 
 PROMPTS, BEAMS, BEFORE, NEW = (16, 100, 1000), (1, 4, 16, 40), 64, 16
 KINDS = {"float32": "full", "int8 weights": "int8", "int4 weights": "int4"}

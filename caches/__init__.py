@@ -1,10 +1,10 @@
 """Key-value caches, chosen by name. They work in our engine, in transformers' `generate` and in plain `model(...)`."""
 
-from kvengine import check_siblings, old_names
+from kvengine import check_siblings
 
 check_siblings(__file__, "configs")
 
-from caches.heavy_imports import import_transformers
+from caches.platform.heavy_imports import import_transformers
 
 import_transformers()
 
@@ -44,10 +44,10 @@ from caches.hf.classic import (
 )
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
+from caches.layers.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.protocol import EngineCache, TokenLog
 from caches.quantization.codec import register_codec
 from caches.registry import Recipe, build, names, recipe, register
-from caches.spec.layer_spec import LayerSpec, mask_kinds, read_specs
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
@@ -74,17 +74,3 @@ __all__ = [
     "first_layer", "from_legacy_cache", "inspect", "join_rows", "load", "mask_kinds", "migrate", "names", "read_specs",
     "recipe", "register", "register_codec", "select_rows",
 ]  # fmt: skip
-
-__getattr__ = old_names(
-    "caches",
-    {
-        "Driven": "EngineCache",
-        "ForeignCache": "HFCacheAdapter",
-        "Log": "TokenLog",
-        "UnknownCache": "UnknownCacheError",
-        "Unknowable": "UnknownContentError",
-        "UnsupportedLayer": "UnsupportedLayerError",
-        "move": "migrate",
-        "slide": "apply_window",
-    },
-)

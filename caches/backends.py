@@ -13,11 +13,11 @@ from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
 from caches.hf.no_cache import NoCache
+from caches.layers.layer_spec import CROSS, INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec
 from caches.memory.buffers import Buffer, DeviceBuffer, DiskBuffer, HostBuffer
 from caches.memory.expected_device import ExpectedDevice
 from caches.quantization.codec import Codec, new_codec
 from caches.registry import recipe, register
-from caches.spec.layer_spec import CROSS, INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.stores.quantized import QuantizedStore

@@ -11,8 +11,6 @@ CacheError (an `EngineError`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from configs import EngineError
 
 
@@ -42,14 +40,3 @@ class CacheFileError(CacheError, ValueError):
 
 class StepError(CacheError, RuntimeError):
     """Steps were called out of order, or an operation needs tokens that the cache has evicted."""
-
-
-def refuse_old_methods(cls: type, new_names: Mapping[str, str]) -> None:
-    """Raise `TypeError` where a class defines a method that release 0.1 called by another name: no call reaches it.
-
-    new_names: the new name of each.
-    """
-    for old in new_names.keys() & vars(cls).keys():
-        raise TypeError(
-            f"{cls.__name__}.{old} is called {new_names[old]} by now, so nothing would call this one: rename it"
-        )

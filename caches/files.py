@@ -29,14 +29,14 @@ from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import CacheError, CacheFileError, UnsupportedLayerError
-from caches.out_of_memory import is_out_of_memory
+from caches.layers.fingerprint import differences, fingerprint, inner_model
+from caches.layers.layer_spec import PLAIN, LayerSpec, read_specs
+from caches.layers.read_by import ReadBy
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.torch_api import storage_key
 from caches.protocol import TokenLog
 from caches.registry import recipe
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.fingerprint import differences, fingerprint, inner_model
-from caches.spec.layer_spec import PLAIN, LayerSpec, read_specs
-from caches.spec.read_by import ReadBy
-from caches.torch_api import storage_key
 from configs import ConfigError, EncoderDecoderCacheConfig
 
 _VERSION = 3
@@ -323,10 +323,9 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
             file.write(digest)  # not to the mapping: where a disk is full, that would end the process
             os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
+    finally:
+        with suppress(OSError):  # else it has its name
             os.unlink(name)
-        raise
 
 
 def _as_os_error(error: SafetensorError, path: Path, size: int) -> Exception:

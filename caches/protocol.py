@@ -10,9 +10,9 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import StepError, UnsupportedLayerError
-from caches.spec.layer_spec import LayerSpec
-from caches.spec.read_by import ReadBy
-from caches.spec.rope import RopeRotation
+from caches.layers.layer_spec import LayerSpec
+from caches.layers.read_by import ReadBy
+from caches.layers.rope import RopeRotation
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from caches.errors import UnknownCacheError, UnsupportedLayerError
+from caches.layers.layer_spec import LayerSpec, read_specs
 from caches.memory.expected_device import ExpectedDevice
 from caches.protocol import EngineCache
-from caches.spec.layer_spec import LayerSpec, read_specs
 from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig, PlacedCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
 from configs.plugins import check_name, load_plugins

@@ -24,7 +24,6 @@ from configs.quantized import (
     QuantizedCacheConfig,
     QuantizedSinkCacheConfig,
 )
-from kvengine import old_names
 
 __all__ = [
     "CODECS",
@@ -55,5 +54,3 @@ __all__ = [
     "presets",
     "require_positive",
 ]
-
-__getattr__ = old_names("configs", {"RUNGS": "FALLBACKS", "checked_rungs": "checked_fallbacks"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,10 +79,6 @@ class EngineConfig(Config):
                 "EngineConfig: prefix_store_folder is for what has no room in a prefix store, and there is none: give "
                 "prefix_store_bytes too"
             )
-        if self.linears == "gemv":
-            text = "linears='gemv' is now part of 'auto'; the old name goes in release 0.3"
-            warnings.warn(text, DeprecationWarning, stacklevel=4)
-            object.__setattr__(self, "linears", "auto")
         choices = {
             "compile": COMPILE_CHOICES,
             "weights": WEIGHTS_CHOICES,

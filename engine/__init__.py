@@ -6,7 +6,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvengine import check_siblings, old_names
+from kvengine import check_siblings
 
 check_siblings(__file__, "configs", "caches", "strategies")
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
         OutOfMemoryError,
         UserInterrupt,
     )
+    from engine.export import export_step, step_inputs
     from engine.generator import Generator
-    from engine.model.export import export_step, step_inputs
-    from engine.model.loading import SHIPPED_MODEL
-    from engine.planning.plan import plan
-    from engine.planning.report import BackendPlan, Plan
+    from engine.loading.load import SHIPPED_MODEL
+    from engine.memory.plan import plan
+    from engine.memory.report import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk, TokenLogprob
     from engine.reuse.chat import Chat
@@ -52,10 +52,10 @@ _CONTENTS = {
         "InvalidLogitsError", "OptionError", "OutOfMemoryError", "UserInterrupt",
     ],
     "engine.generator": ["Generator"],
-    "engine.model.export": ["export_step", "step_inputs"],
-    "engine.model.loading": ["SHIPPED_MODEL"],
-    "engine.planning.plan": ["plan"],
-    "engine.planning.report": ["BackendPlan", "Plan"],
+    "engine.export": ["export_step", "step_inputs"],
+    "engine.loading.load": ["SHIPPED_MODEL"],
+    "engine.memory.plan": ["plan"],
+    "engine.memory.report": ["BackendPlan", "Plan"],
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk", "TokenLogprob"],
     "engine.reuse.chat": ["Chat"],
@@ -67,24 +67,12 @@ _CONTENTS = {
     "engine.version": ["__version__"],
 }  # fmt: skip
 _HOME = {name: module for module, names in _CONTENTS.items() for name in names}
-_old_name = old_names(
-    "engine",
-    {
-        "BadLogits": "InvalidLogitsError",
-        "Cancelled": "GenerationCancelled",
-        "CtrlC": "UserInterrupt",
-        "Follower": "StatefulLogitsProcessor",
-        "Interrupted": "GenerationInterrupted",
-        "OutOfMemory": "OutOfMemoryError",
-        "Piece": "StreamChunk",
-    },
-)
 _LIGHT = ("configs", "engine.errors", "engine.version")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        return _old_name(name, stacklevel=3)
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
     if _HOME[name] not in _LIGHT:
         import caches  # noqa: F401 - first, because it imports torch and transformers in less time
     return getattr(importlib.import_module(_HOME[name]), name)

@@ -142,12 +142,11 @@ def _probed(
 ) -> str | None:
     """What the template writes of a chat; None where it refuses it, or leaves texts out."""
     texts = {"user": _QUESTION, "assistant": _ANSWER}
-    try:
+    with suppress(Exception):  # a template raises what it likes
         chat = [{"role": role, "content": as_content(texts[role])} for role in roles]
         text = _rendered(tokenizer, CLOSED, chat, {})
-    except Exception:  # a template raises what it likes
-        return None
-    return text if _QUESTION in text and _ANSWER in text else None
+        return text if _QUESTION in text and _ANSWER in text else None
+    return None
 
 
 def _rendered(tokenizer: Any, options: TemplateOptions, messages: Sequence[Message], more: Mapping[str, Any]) -> str:
@@ -211,12 +210,9 @@ def _sanitized(
         own_more = _mapped(more, change)
         if own == messages and own_more == more:
             return plain
-        try:
-            text = render(own, own_more)
-        except Exception:  # a template raises what it likes
-            continue
-        if text.replace(_BREAK, "") == plain:
-            return text
+        with suppress(Exception):  # a template raises what it likes
+            if (text := render(own, own_more)).replace(_BREAK, "") == plain:
+                return text
     warn_once(
         "messages spell control tokens, and with these broken up the chat template writes another text: they are read "
         "as control tokens"

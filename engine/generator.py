@@ -11,19 +11,19 @@ import torch
 from transformers import PreTrainedModel
 
 import engine
-from caches.spec.accelerate_hooks import prompt_device
+from caches.platform.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
 from engine.decoding.driver import Driver
 from engine.decoding.pauses import FindPauses
 from engine.errors import OptionError
+from engine.kernels.low_bit_linears import convert_linears
+from engine.loading.load import load
 from engine.memory.cache_choice import check_new
+from engine.memory.free_memory import find_free
 from engine.model.facts import ModelFacts
-from engine.model.loading import load
-from engine.model.low_bit_linears import convert_linears
 from engine.model.model_runner import ModelRunner
 from engine.out_of_memory import empty_allocators
 from engine.output.hf_streamers import ending
-from engine.planning.free_memory import find_free
 from engine.request.call import ONE_TOKEN, Call, parameters, read_call, takes
 from engine.request.logits_processors import with_own_processors
 from engine.request.parameters import read

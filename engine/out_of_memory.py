@@ -1,4 +1,4 @@
-"""Errors of memory that is out, without what they hold on to, and giving back what allocators keep in store."""
+"""Errors of memory that is out, in words, and giving back what allocators keep in store."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ _LONG = 300  # characters of a message of another library
 
 class Exhausted(Exception):
     """Memory is out, and there is nothing left that could be done about it. `__cause__`: the error that said so."""
-
-
-def without_frames(error: BaseException) -> BaseException:
-    """The error itself without its tracebacks, which hold on to everything that the failed step had made."""
-    left: list[BaseException | None] = [error]
-    known: set[int] = set()
-    while left:
-        one = left.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
-    return error
 
 
 def first_line(error: BaseException) -> str:

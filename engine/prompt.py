@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from caches.as_tensor import as_tensor
+from caches.platform.as_tensor import as_tensor
 from engine.chats import DEFAULTS, TemplateOptions, ids_of, is_message, written
 from engine.errors import InputError
 from engine.warn_once import warn_once

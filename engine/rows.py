@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from caches.torch_api import tree_map
+from caches.platform.torch_api import tree_map
 
 
 def index_rows(value: Any, index: torch.Tensor | slice, rows: int) -> Any:

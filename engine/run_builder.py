@@ -13,11 +13,13 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.read_by import ReadBy
-from caches.torch_api import set_grad_enabled
+from caches.layers.read_by import ReadBy
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import recovering
+from caches.platform.torch_api import set_grad_enabled
+from caches.platform.undo import on_failure
 from configs import EngineConfig, checked_fallbacks
+from engine.compiling.compiled_step import makes_graphs
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.draft import Draft
 from engine.decoding.driver import Driver
@@ -29,17 +31,16 @@ from engine.decoding.pauses import FindPauses
 from engine.decoding.run_clock import RunClock
 from engine.decoding.session_options import SessionOptions
 from engine.errors import InputError, OptionError, OutOfMemoryError
+from engine.loading.load import load
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, new_cache, read_cache_choice
 from engine.memory.fallbacks import Recovery
 from engine.model.columns import Columns
-from engine.model.compiled_step import makes_graphs
-from engine.model.loading import load
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.model.model_sizes import vocabulary_of
-from engine.out_of_memory import Exhausted, in_words, without_frames
+from engine.out_of_memory import Exhausted, in_words
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import EncodedPrompt
@@ -114,7 +115,7 @@ class RunBuilder:
         ranks, grad = self._runner.ranks, torch.is_grad_enabled()
         read: list[Request] = []
         try:
-            with ending(call.streamer):
+            with recovering() as outcome, on_failure(ranks.end), ending(call.streamer):
                 ranks.resume()
                 try:
                     return self._build(call, streams, make_room, pauses, read)
@@ -124,13 +125,10 @@ class RunBuilder:
                     ranks.end()
                     ranks.resume()
                 return self._build(instead, streams, make_room, pauses, read)
-        except BaseException as error:
-            ranks.end()
-            if not is_out_of_memory(error):
-                raise
-            failure = without_frames(error)
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
+        failure = outcome.failure
+        assert failure is not None
         prompts = read[-1].prompt.ids if read else torch.empty(1, 0, dtype=torch.long, device="cpu")
         with_text, has_form = (
             (call.tokenizer or self.tokenizer) is not None,
@@ -162,7 +160,7 @@ class RunBuilder:
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
         read.append(request)
-        said = fallbacks, choice.name, request.max_columns, request.chunk_tokens, request.strategy.name, request.rows
+        said = fallbacks, choice.name, request.lengths.ids, request.chunk_tokens, request.strategy.name, request.rows
         with stop.noting_keys():
             ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *said)
         reader = None if call.trust_cache else now
@@ -193,7 +191,7 @@ class RunBuilder:
             compiled=not request.config.disable_compile,
             read_by=now,
         )
-        prefix = CachedPrefix(request.before, request.prompt.columns_without_ids)
+        prefix = CachedPrefix(request.lengths.cached, request.lengths.embedded)
         session = ModelSession(runner, reused.cache, columns, inputs, prefix, options)
         draft_session = None
         if draft is not None and draft_request is not None:
@@ -291,7 +289,7 @@ def _stream_buffer(request: Request, call: Call, streams: bool) -> StreamBuffer:
     adapter = adapter_for(
         call.streamer,
         prompts,
-        request.mask[:, request.first_known_column :],
+        request.mask[:, request.lengths.first_id :],
         returned=request.needs.texts_per_prompt,
         pad_id=request.pad_id,
         stops=stops,

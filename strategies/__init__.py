@@ -1,6 +1,6 @@
 """Decoding strategies as flows of operations. They know neither models nor caches."""
 
-from kvengine import check_siblings, old_names
+from kvengine import check_siblings
 
 check_siblings(__file__, "configs")
 
@@ -40,14 +40,3 @@ __all__ = [
     "SpeculationStats", "Strategy", "Task", "Translation", "build", "names", "one_token_per_step", "options",
     "read_prompt", "register", "repeat_rows_index",
 ]  # fmt: skip
-
-__getattr__ = old_names(
-    "strategies",
-    {
-        "Drafts": "SpeculationStats",
-        "NoChoice": "NoCandidateError",
-        "Show": "Report",
-        "Text": "Hypothesis",
-        "each": "repeat_rows_index",
-    },
-)

@@ -34,24 +34,7 @@ def register(strategy: S | None = None, *, replace: bool = False) -> S | Callabl
     return _registered(strategy, replace)
 
 
-_OLD_ATTRIBUTES = {
-    "branches": "rows_per_prompt", "scored": "scored_rows", "verifies": "verifies", "needs_draft": "draft",
-    "reads_hidden": "hidden_states",
-}  # fmt: skip
-
-
-def old_declaration(strategy: Strategy | type[Strategy]) -> str | None:
-    """What is wrong with a strategy that is written for release 0.1, which had an attribute for each of its needs."""
-    old = [name for name in _OLD_ATTRIBUTES if hasattr(strategy, name)]
-    if not old or hasattr(strategy, "needs"):
-        return None
-    fields = ", ".join(f"{_OLD_ATTRIBUTES[name]}=..." for name in old)
-    return f"with {', '.join(old)}, as in release 0.1: give it a property needs that returns strategies.Needs({fields})"
-
-
 def _registered(strategy: S, replace: bool) -> S:
-    if old := old_declaration(strategy):
-        raise ConfigError(f"{strategy.__name__} is a strategy {old}")
     if strategy.name in _strategies:
         check_name(f"a strategy named {strategy.name!r}", [_strategies[strategy.name]], [strategy], replace)
     _strategies[strategy.name] = strategy

@@ -24,8 +24,8 @@ from transformers import AutoTokenizer
 from trial import Trial
 
 import engine
-from caches.machine import write_atomically
-from engine.model import linear_routes
+from caches.platform.machine import write_atomically
+from engine.kernels import linear_routes
 
 # Kernels are compiled once and kept; which matrix product is the fastest is not measured here, in no command either.
 os.environ.setdefault("KVENGINE_CACHE", str(Path(tempfile.gettempdir()) / f"kvengine-tests-{getpass.getuser()}"))

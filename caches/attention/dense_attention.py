@@ -17,7 +17,7 @@ from torch import library
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, to_add
 from caches.attention.segments import Attend, DenseSegment, PerRowSegment, Segment
-from caches.kernel_build import Operators
+from caches.platform.kernel_build import Operators
 
 
 def like_found(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

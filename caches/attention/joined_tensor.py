@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from caches.attention.segmented_tensor import METADATA, plain
-from caches.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
+from caches.platform.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
 
 
 class JoinedTensor(torch.Tensor):

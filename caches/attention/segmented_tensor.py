@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from caches.attention.segments import Attend, DenseSegment, Segment, group_rows, ungroup_rows
-from caches.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
+from caches.platform.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
 
 _FEW = 64  # tokens: above it the scores would take more memory than the materialized keys
 Segments: TypeAlias = Callable[[], Iterable[Segment]]

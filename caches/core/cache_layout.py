@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from caches.core.step_hook import StepHook
+from caches.layers.layer_spec import LayerSpec
 from caches.memory.expected_device import ExpectedDevice
-from caches.spec.layer_spec import LayerSpec
 from caches.stores.slot import StoreFactory
 from caches.timeline.retention import KeepAll, KeepRecent, Retention
 from caches.timeline.timeline import Timeline

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 from caches.core.layer_stack import LayerStack
 from caches.core.row_selection import RowSelection
 from caches.errors import StepError
-from caches.spec.layer_spec import KV, MODEL_SPECIFIC, PLAIN, LayerSpec
-from caches.torch_api import module_call_code
+from caches.layers.layer_spec import KV, MODEL_SPECIFIC, PLAIN, LayerSpec
+from caches.platform.torch_api import module_call_code
 
 _logger = logging.getLogger("caches")
 

@@ -11,9 +11,9 @@ from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import plain
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
+from caches.layers.layer_spec import INDEX, KV, STATE, LayerSpec
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
-from caches.spec.layer_spec import INDEX, KV, STATE, LayerSpec
 from caches.stores.dense import GrowingStore
 from caches.stores.in_place import open_slots
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState

@@ -16,9 +16,9 @@ from caches.core.cache_layout import MOVES, QUANTIZES, CacheLayout
 from caches.core.layer import Layer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
+from caches.layers.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, AttentionSpan, LayerSpec
 from caches.memory.scratch import Scratch
 from caches.protocol import TokenLog
-from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, PLAIN, STATE, AttentionSpan, LayerSpec
 from caches.stores.slot import Slot
 from caches.stores.store import Store
 from caches.timeline.shared_timeline import ForkedTimeline

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
+from caches.layers.layer_spec import INDEX, KV
 from caches.memory.scratch import Scratch
-from caches.spec.layer_spec import INDEX, KV
+from caches.platform.undo import on_failure
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot
 from caches.timeline.shared_timeline import ForkedTimeline
@@ -85,14 +86,15 @@ class PrefixSharing:
             store.prefix.reserve(placement.room)
         prefix.take_room(placement.room)
         prefix.begin(tokens, placement, graph=False)
-        try:
-            for store in stores:
-                store.merge()
-        except BaseException:
+
+        def abort() -> None:
             for store in stores:
                 store.prefix.abort()
             prefix.close()
-            raise
+
+        with on_failure(abort):
+            for store in stores:
+                store.merge()
         for store in stores:
             store.prefix.commit(0)
         prefix.commit()

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from caches.as_tensor import as_tensor
 from caches.core.layer import RowHolder
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
 from caches.errors import CapacityError, StepError
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.as_tensor import as_tensor
+from caches.platform.out_of_memory import recovering
 from caches.protocol import TokenLog
 
 
@@ -159,11 +159,8 @@ class RowSelection:
         """
         if self.sharing.should_stop:
             self._pending = Choice(unshare=True, deferred=True)
-            try:
+            with recovering(CapacityError):
                 self.finish()
-            except Exception as error:
-                if not (isinstance(error, CapacityError) or is_out_of_memory(error)):
-                    raise
 
     @property
     def unfinished(self) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from caches.as_tensor import as_tensor
 from caches.core.layer import Layer, RowHolder
 from caches.core.step_hook import Layers, StepHook
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError
-from caches.spec.layer_spec import LayerSpec
-from caches.spec.rope import UNROTATED, RopeRotation
+from caches.layers.layer_spec import LayerSpec
+from caches.layers.rope import UNROTATED, RopeRotation
+from caches.platform.as_tensor import as_tensor
 from caches.stores.sink import LeftPadding, Sinks, SinkStore
 from caches.stores.slot import Slot
 from caches.stores.store import Store

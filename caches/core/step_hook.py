@@ -9,8 +9,8 @@ import torch
 
 from caches.core.layer import Layer, RowHolder
 from caches.core.wrapped_layer import WrappedLayer
-from caches.spec.layer_spec import LayerSpec
-from caches.spec.rope import RopeRotation
+from caches.layers.layer_spec import LayerSpec
+from caches.layers.rope import RopeRotation
 from caches.stores.slot import Slot
 
 Layers = Sequence[Layer | WrappedLayer]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from caches.errors import StepError
+from caches.layers.layer_spec import LayerSpec
 from caches.memory.buffers import Buffer
-from caches.spec.layer_spec import LayerSpec
 from caches.stores.store import chosen_rows
 from caches.timeline.timeline import Timeline
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -13,9 +14,10 @@ from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, Static
 
 from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
+from caches.platform.torch_api import write_count
+from caches.platform.transformers_api import follows_rows, quantized_parts, quantized_rows
+from caches.platform.undo import on_failure
 from caches.protocol import Capabilities, EngineCache, TokenLog, capabilities
-from caches.torch_api import write_count
-from caches.transformers_api import follows_rows, quantized_parts, quantized_rows
 
 _STATES = ("conv_states", "recurrent_states")
 _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)  # not in 5.17
@@ -250,11 +252,8 @@ class HFCacheAdapter:
         while self._left:
             layer = self._left[-1]
             before = {name: dict(kept) if isinstance(kept, dict) else kept for name, kept in vars(layer).items()}
-            try:
+            with on_failure(partial(vars(layer).update, before)):  # it reorders its keys before its values
                 layer.reorder_cache(self._index)
-            except BaseException:
-                vars(layer).update(before)  # it reorders its keys before its values
-                raise
             self._left.pop()
 
     def _check_finished(self) -> None:

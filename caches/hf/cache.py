@@ -22,10 +22,10 @@ from caches.core.prefix_sharing import PrefixSharing
 from caches.core.row_selection import RowSelection
 from caches.core.wrapped_layer import WrappedLayer
 from caches.hf.shared_methods import SharedMethods
+from caches.layers.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
+from caches.layers.rope import RopeRotation
 from caches.memory.scratch import Scratch
 from caches.protocol import AttentionView, Capabilities
-from caches.spec.layer_spec import INDEX, KV, MODEL_SPECIFIC, STATE, LayerSpec, read_specs
-from caches.spec.rope import RopeRotation
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.slot import StoreFactory
 from caches.timeline.retention import KeepAll
@@ -54,9 +54,7 @@ class Cache(SharedMethods, TransformersCache):
             )
         if isinstance(layout, str):
             if make_store is None:
-                raise TypeError(
-                    "a Cache needs make_store, a function from a Slot to a Store; release 0.1 called it new_store"
-                )
+                raise TypeError("a Cache needs make_store, a function from a Slot to a Store")
             layout = CacheLayout(layout, specs, make_store, **fields)
         self.stack = LayerStack(layout)
         self.stacks = (self.stack,)
@@ -141,10 +139,12 @@ class Cache(SharedMethods, TransformersCache):
 
         Further arguments (`cache_kwargs` of older releases) are accepted: nothing in them is needed.
         """
+        stack = self.stack
+        if stack.is_announced and stack.layout.expected is None:  # the usual case of `_used`: once per layer and token
+            return stack.layer(layer_idx, KV).append(key_states, value_states)
         layer = self._used(layer_idx, KV, "update", key_states.shape[-2], key_states)
         keys_and_values = layer.append(key_states, value_states)
-        if not self.stack.is_announced:  # `_reached`, in the one call of every layer and token
-            self.implicit.reached.add((layer_idx, KV))
+        self._reached(layer_idx, KV)
         return keys_and_values
 
     def open_slots(self, layer_idx: int) -> OpenSlots | None:

@@ -15,8 +15,8 @@ from caches.core.row_copies import join_rows
 from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder
+from caches.layers.layer_spec import CROSS, read_specs
 from caches.registry import build, recipe
-from caches.spec.layer_spec import CROSS, read_specs
 from configs import ConfigError, QuantizedCacheConfig
 
 

@@ -17,8 +17,9 @@ from caches.attention.joined_tensor import JoinedTensor
 from caches.attention.open_slots import OpenSlots, joined_slots
 from caches.errors import StepError
 from caches.hf.cache import Cache
+from caches.layers.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
+from caches.platform.undo import on_failure
 from caches.protocol import AttentionView
-from caches.spec.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
 from caches.stores.recurrent_state import CONV, RECURRENT
 
 
@@ -62,12 +63,9 @@ class JoinedCaches(TransformersCache, AttentionView):
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         """Open a step of every part. When one cannot, no step is open."""
-        try:
+        with on_failure(self.abort):
             for part in self.parts:
                 part.begin(tokens, graph)
-        except BaseException:
-            self.abort()
-            raise
 
     def commit(self, rejected: int = 0) -> None:
         raise StepError("the parts of joined caches are committed one by one")

@@ -1,7 +1,4 @@
-"""What caches of one and of two stacks share: row selection, sizes, and names that transformers' classes have or had.
-
-Names of release 0.1 are here too, each with a warning.
-"""
+"""What caches of one and of two stacks share: row selection, sizes, and names of transformers' classes."""
 
 from __future__ import annotations
 
@@ -22,17 +19,12 @@ from caches.core.layer_stack import LayerStack
 from caches.core.row_copies import select_rows
 from caches.core.row_selection import Choice, RowSelection
 from caches.core.wrapped_layer import WrappedLayer
-from caches.errors import StepError, UnsupportedLayerError, refuse_old_methods
+from caches.errors import StepError, UnsupportedLayerError
 from caches.files import save
-from caches.hf.old_name import OldName
+from caches.layers.layer_spec import KV, STATE, LayerSpec
 from caches.protocol import TokenLog
-from caches.spec.layer_spec import KV, STATE, LayerSpec
 
 L = TypeVar("L", bound="SharedMethods")
-_RENAMED = {
-    "settle": "commit", "can_drop": "can_reject", "rows": "select_rows", "unfork": "unshare",
-    "take_pads": "set_padding", "seen": "total_tokens", "encodes": "is_quantized",
-}  # fmt: skip
 
 
 class SharedMethods:
@@ -63,30 +55,6 @@ class SharedMethods:
     @property
     def handle(self) -> TransformersCache:
         return self
-
-    # Names of release 0.1.
-
-    settle = OldName("commit", drop="rejected")
-    can_drop = OldName("can_reject", drop="rejected")
-    rows = OldName("select_rows")
-    unfork = OldName("unshare")
-    take_pads = OldName("set_padding", pads="padding")
-    seen = OldName("total_tokens")
-    encodes = OldName("is_quantized")
-    load_columns = OldName("load_keys_and_values")
-    step_tokens = OldName("max_step_tokens")
-    rotaries = OldName("rotations")
-    copied = OldName("extra_slots")
-    window = OldName("stack.hook.window")
-    pads = OldName("stack.hook.padding")
-    pending = OldName("stack.pending")
-    options = OldName("stack.layout.config")
-    finds_layers = OldName("stack.finds_layers")
-    take_layers = OldName("stack.bind_layers")
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        refuse_old_methods(cls, _RENAMED)
 
     # Of its stacks.
 

@@ -12,13 +12,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from caches.errors import CapacityError
 from caches.memory.disk_file import DiskFile, Window
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
+from caches.platform.undo import on_failure
 
 _CHUNK_BYTES = 2**24  # size of the temporary memory for rearranging in place
 _WORTH_SHRINKING = 2  # times the memory that is needed; pinned memory has up to twice as much
@@ -296,11 +298,8 @@ class DiskBuffer(Buffer):
 
     def _copied(self, count: int, kept: torch.Tensor) -> torch.Tensor:
         before, self._window = self._window, None
-        try:
+        with on_failure(partial(setattr, self, "_window", before)):
             return _with_start(kept, self._allocate(count, self.dtype, self.device, None))
-        except BaseException:
-            self._window = before
-            raise
 
     def clear(self) -> None:
         super().clear()

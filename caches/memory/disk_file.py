@@ -21,6 +21,7 @@ from typing import Any
 
 from caches.errors import CapacityError
 from caches.memory.folders import disk_folder
+from caches.platform.undo import on_failure
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _MAP_FIXED = 0x10  # Linux and macOS
@@ -88,25 +89,26 @@ class DiskFile:
                 self.close()  # the parent's descriptor stays open
             self._users += 1  # so that `_leave` in another thread does not close the file
             try:
-                if self._file is None:
-                    self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - see `_leave`
-                self._sort_in()
-                while size and self._free:
-                    begin, end = self._free.pop(0)
-                    cut = min(end, begin + size)
-                    if cut < end:
-                        self._free.insert(0, (cut, end))
-                    ranges.append(_Range(self, begin, cut))
-                    size -= cut - begin
-                if size:
-                    self._extend(size)
-                    ranges.append(_Range(self, self._size - size, self._size))
-            except BaseException:
-                ranges.clear()  # the traceback would keep them in use
-                raise
+                with on_failure(ranges.clear):  # the traceback would keep them in use
+                    self._fill(ranges, size)
             finally:
                 self._leave()
         return ranges
+
+    def _fill(self, ranges: list[_Range], size: int) -> None:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115 - see `_leave`
+        self._sort_in()
+        while size and self._free:
+            begin, end = self._free.pop(0)
+            cut = min(end, begin + size)
+            if cut < end:
+                self._free.insert(0, (cut, end))
+            ranges.append(_Range(self, begin, cut))
+            size -= cut - begin
+        if size:
+            self._extend(size)
+            ranges.append(_Range(self, self._size - size, self._size))
 
     def _extend(self, size: int) -> None:
         try:

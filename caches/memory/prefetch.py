@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from caches.memory.buffers import Buffer
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
 
 
 class Reader(Protocol):

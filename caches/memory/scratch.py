@@ -9,7 +9,7 @@ import torch
 
 from caches.memory.disk_file import DiskFile
 from caches.memory.prefetch import Prefetcher
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
 
 
 class Scratch:

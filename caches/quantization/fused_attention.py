@@ -14,7 +14,7 @@ import torch
 
 from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
-from caches.kernel_build import Operators
+from caches.platform.kernel_build import Operators
 
 FEW = 16  # queries: for more of them, unpacking the codes once is faster
 _MOST_WIDTH = 512

@@ -11,11 +11,10 @@ from typing import ClassVar
 
 import torch
 
-from caches.errors import refuse_old_methods
 from caches.memory.buffers import Buffer
-from caches.stores.store import RENAMED, check_alike
+from caches.platform.torch_api import always_writable
+from caches.stores.store import check_alike
 from caches.timeline.timeline import Timeline
-from caches.torch_api import always_writable
 
 
 class GrowingStore:
@@ -24,35 +23,35 @@ class GrowingStore:
     is_quantized: ClassVar[bool] = False
     storage_format: ClassVar[None] = None
 
-    def __init_subclass__(cls) -> None:
-        refuse_old_methods(cls, RENAMED)
-
     def __init__(self, timeline: Timeline):
         self.timeline = timeline
         self.buffer: torch.Tensor | None = None
         self.overflow: torch.Tensor | None = None
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        self.timeline.bind_batch_size(new.shape[0])
-        if self.buffer is None or self._is_too_small(self.buffer):
-            self.buffer = self._allocate(new, self.timeline.room)
-        buffer = self._used(self.buffer)
-        check_alike((buffer.shape[1], buffer.shape[3]), buffer.dtype, new)
-        if self.timeline.overflow:
-            self.overflow = torch.cat([buffer[:, :, self.timeline.start : self.timeline.end], new], dim=-2)
+        timeline = self.timeline
+        if timeline.rows != new.shape[0]:
+            timeline.bind_batch_size(new.shape[0])
+        slots = self._slots()
+        if slots is None:
+            self.buffer = self._allocate(new, timeline.room)
+            slots = self._slots()
+            assert slots is not None
+        check_alike((slots.shape[1], slots.shape[3]), slots.dtype, new)
+        if timeline.overflow:
+            self.overflow = torch.cat([slots[:, :, timeline.start : timeline.end], new], dim=-2)
             return self.overflow
-        self._write(buffer, new)
-        return self._visible(buffer)
+        return self._write(slots, new)
 
     def open_slots(self) -> torch.Tensor | None:
         """What `append` is about to return in the open step, the pending slots, its last ones, not written yet; None
         where it returns something else."""
-        timeline, buffer = self.timeline, self.buffer
-        if buffer is None or timeline.rows is None or self._is_too_small(buffer):
+        timeline, slots = self.timeline, self._slots()
+        if slots is None or timeline.rows is None:
             return None
         if timeline.overflow or timeline.graph:  # attention reads a copy, or all slots
             return None
-        return self._visible(self._used(buffer))
+        return self._visible(slots)
 
     def add(self, new: torch.Tensor) -> None:
         self.append(new)
@@ -64,27 +63,25 @@ class GrowingStore:
         with always_writable():  # or the cache could not be used outside of inference mode later
             return like.new_empty((*like.shape[:-2], slots, like.shape[-1]))
 
-    def _is_too_small(self, buffer: torch.Tensor) -> bool:
-        """Whether a buffer that a reset kept has too few rows."""
-        return False
+    def _slots(self) -> torch.Tensor | None:
+        """The rows of the buffer that are in use, with all their slots; None while there is none with enough rows."""
+        return self.buffer
 
-    def _used(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The rows of the buffer that are in use."""
-        return buffer
-
-    def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
-        end = self.timeline.end
-        buffer[:, :, end : end + new.shape[-2]] = new
-
-    def _visible(self, buffer: torch.Tensor) -> torch.Tensor:
+    def _write(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Write the open step; returns what attention reads."""
         timeline = self.timeline
-        return buffer.narrow(2, timeline.start, timeline.end + timeline.pending - timeline.start)
+        start, end = timeline.start, timeline.end
+        slots[:, :, end : end + new.shape[-2]] = new
+        return slots.narrow(2, start, end + timeline.pending - start)
+
+    def _visible(self, slots: torch.Tensor) -> torch.Tensor:
+        timeline = self.timeline
+        return slots.narrow(2, timeline.start, timeline.end + timeline.pending - timeline.start)
 
     def shown(self) -> torch.Tensor | None:
         """The kept tokens and those of the open step, once it has appended them."""
-        if self.overflow is not None or self.buffer is None:
-            return self.overflow
-        return self._visible(self._used(self.buffer))
+        slots = self._slots()
+        return self.overflow if self.overflow is not None or slots is None else self._visible(slots)
 
     def read_from(self, other: GrowingStore, takes_room: bool) -> None:
         """Hold the kept tokens of `other` where they are: see `Timeline.read_from`."""
@@ -107,10 +104,10 @@ class GrowingStore:
             self.buffer[:, :, begin - start : begin - start + chunk.shape[-2]] = chunk
 
     def commit(self, rejected: int) -> None:
-        if self.overflow is None or self.buffer is None:
+        if self.overflow is None or (slots := self._slots()) is None:
             return
         committed, surviving = self.overflow.shape[-2] - rejected, self.timeline.surviving(rejected)
-        self._used(self.buffer)[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
+        slots[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
         self.overflow = None
 
     def abort(self) -> None:
@@ -135,14 +132,14 @@ class GrowingStore:
         self.buffer = self.overflow = None
 
     def committed(self) -> torch.Tensor | None:
-        timeline = self.timeline
-        if self.buffer is None or timeline.rows is None:
-            return None
-        return self._used(self.buffer)[:, :, timeline.start : timeline.end]
+        timeline, slots = self.timeline, self._slots()
+        return None if slots is None or timeline.rows is None else slots[:, :, timeline.start : timeline.end]
 
     def load_dense(self, dense: torch.Tensor) -> None:
         self.buffer = self._allocate(dense, self.timeline.room)
-        self._used(self.buffer)[:, :, : dense.shape[-2]] = dense
+        slots = self._slots()
+        assert slots is not None
+        slots[:, :, : dense.shape[-2]] = dense
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         kept = self.committed()
@@ -170,22 +167,23 @@ class FixedStore(GrowingStore):
         with always_writable():
             return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], slots, like.shape[-1]))
 
-    def _is_too_small(self, buffer: torch.Tensor) -> bool:
-        return buffer.shape[0] < (self.timeline.max_rows or 0)  # `len` would be a constant in compiled code
+    def _slots(self) -> torch.Tensor | None:
+        buffer, timeline = self.buffer, self.timeline
+        # A reset keeps the buffer. `len` would be a constant in compiled code.
+        if buffer is None or buffer.shape[0] < (timeline.max_rows or 0):
+            return None
+        return buffer if buffer.shape[0] == timeline.rows else buffer[: timeline.rows]
 
-    def _used(self, buffer: torch.Tensor) -> torch.Tensor:
-        rows = self.timeline.rows
-        return buffer if buffer.shape[0] == rows else buffer[:rows]
+    def _write(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        slots.index_copy_(2, self.timeline.write_index(slots.device), new)
+        return self._visible(slots)
 
-    def _write(self, buffer: torch.Tensor, new: torch.Tensor) -> None:
-        buffer.index_copy_(2, self.timeline.write_index(buffer.device), new)
-
-    def _visible(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer if self.timeline.graph else super()._visible(buffer)
+    def _visible(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots if self.timeline.graph else super()._visible(slots)
 
     def committed(self) -> torch.Tensor | None:
         # Models that read `layer.keys` themselves get the whole buffer in compiled steps, always at one address.
-        return self._used(self.buffer) if self.timeline.graph and self.buffer is not None else super().committed()
+        return self._slots() if self.timeline.graph else super().committed()
 
     def abort(self) -> None:
         super().abort()
@@ -194,8 +192,8 @@ class FixedStore(GrowingStore):
             self.buffer[:, :, timeline.end : timeline.end + timeline.pending] = 0
 
     def select_rows(self, index: torch.Tensor) -> None:
-        if self.buffer is not None:
-            chosen = self._used(self.buffer)[:, :, : self.timeline.end].index_select(0, index.to(self.buffer.device))
+        if self.buffer is not None and (slots := self._slots()) is not None:
+            chosen = slots[:, :, : self.timeline.end].index_select(0, index.to(self.buffer.device))
             self.buffer[: len(index), :, : self.timeline.end] = chosen
 
     def reset(self) -> None:

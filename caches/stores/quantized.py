@@ -12,11 +12,11 @@ import torch
 from caches.attention.segmented_tensor import SegmentedTensor
 from caches.attention.segments import Attend, DenseSegment, Segment
 from caches.memory.buffers import Buffer
+from caches.platform.torch_api import always_writable
 from caches.quantization.codec import Codec, Parts
 from caches.stores.slot import Slot
 from caches.stores.store import check_alike
 from caches.timeline.block_timeline import BlockRun, BlockTimeline
-from caches.torch_api import always_writable
 
 _SEGMENT = 4096  # slots that are decoded at a time: scratch does not grow with the context
 

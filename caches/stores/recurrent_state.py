@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from caches.errors import StepError
+from caches.platform.torch_api import always_writable
 from caches.stores.store import chosen_rows
 from caches.timeline.timeline import Timeline
-from caches.torch_api import always_writable
 
 CONV, RECURRENT = "conv", "recurrent"
 Key = tuple[str, int]  # the kind, and its number within the layer

@@ -12,13 +12,13 @@ from itertools import chain
 
 import torch
 
-from caches.as_tensor import as_tensor
 from caches.errors import StepError
-from caches.spec.rope import RopeRotation
+from caches.layers.rope import RopeRotation
+from caches.platform.as_tensor import as_tensor
+from caches.platform.torch_api import always_writable
 from caches.stores.dense import FixedStore
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
-from caches.torch_api import always_writable
 
 
 class LeftPadding:
@@ -138,15 +138,16 @@ class SinkStore(FixedStore):
 
     def front(self) -> torch.Tensor:
         """The first slots kept, as the next token has to read them. Changes nothing."""
-        assert self.buffer is not None
-        kept = super()._visible(self._used(self.buffer))
+        slots = self._slots()
+        assert slots is not None
+        kept = super()._visible(slots)
         behind = self.sinks.delta(1, kept.device)[:, :, None, None] > 0
         return torch.where(behind, self.sinks.rotated(self.sinks.found(kept), 1), kept[:, :, : self.sinks.count])
 
     def write_front(self, front: torch.Tensor) -> None:
-        assert self.buffer is not None
-        start = self.timeline.start
-        self._used(self.buffer)[:, :, start : start + self.sinks.count] = front
+        slots, start = self._slots(), self.timeline.start
+        assert slots is not None
+        slots[:, :, start : start + self.sinks.count] = front
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         self.sinks.padding.check(new.shape[0])
@@ -166,8 +167,9 @@ class SinkStore(FixedStore):
             evicted > self.sinks.padding.least
             and timeline.evicted_tokens <= self.sinks.padding.most
             and self.buffer is not None
+            and (slots := self._slots()) is not None
         ):
-            kept = self._used(self.buffer)[:, :, timeline.start : timeline.end + timeline.pending]
+            kept = slots[:, :, timeline.start : timeline.end + timeline.pending]
             self.sinks.take(kept if self.overflow is None else self.overflow, len(self.buffer))
 
     def select_rows(self, index: torch.Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from caches.layers.layer_spec import LayerSpec
 from caches.memory.scratch import Scratch
-from caches.spec.layer_spec import LayerSpec
 from caches.stores.sink import Sinks
 from caches.stores.store import Store
 from caches.timeline.timeline import Timeline

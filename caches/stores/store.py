@@ -10,22 +10,13 @@ from typing import Any, Protocol
 
 import torch
 
-from caches.errors import StepError, refuse_old_methods
+from caches.errors import StepError
 from caches.memory.buffers import Buffer
 from caches.timeline.timeline import Timeline
-
-RENAMED = {
-    "settle": "commit", "rows": "select_rows", "load": "load_dense", "written": "state_dict",
-    "load_written": "load_state_dict", "away": "offloaded_buffers", "encodes": "is_quantized",
-    "writing": "storage_format",
-}  # fmt: skip
 
 
 class Store(Protocol):
     """One component of one layer: its keys, its values or its index."""
-
-    def __init_subclass__(cls) -> None:
-        refuse_old_methods(cls, RENAMED)
 
     @property
     def timeline(self) -> Timeline:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from caches.errors import CapacityError, StepError
+from caches.platform.torch_api import always_writable
 from caches.timeline.retention import Retention
-from caches.torch_api import always_writable
 
 
 class Placement(NamedTuple):

@@ -18,8 +18,8 @@ def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> N
     with Work() as work:
         start_libraries(work, model)
         import caches
-        from engine.model.loading import SHIPPED_MODEL, load_config
-        from engine.planning.model_footprint import inspect_model
+        from engine.loading.load import SHIPPED_MODEL, load_config
+        from engine.memory.model_footprint import inspect_model
 
         work.doing("reading the model's configuration")
         recipes = [caches.recipe(one) for one in ([name] if name else caches.names())]
@@ -38,7 +38,7 @@ def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> N
 def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
     """A backend's name, summary and options, with its size for the model or the reason why it is refused."""
     from caches import CacheError
-    from engine.planning.plan import cache_bytes
+    from engine.memory.plan import cache_bytes
 
     entry = {"name": recipe.name, "summary": recipe.summary, "options": recipe.options.defaults()}
     sizes = []

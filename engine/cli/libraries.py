@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def start_libraries(work: Work, *models: str | None) -> None:
     """Import the libraries. models: paths and hub ids, which are checked first: this takes less time."""
-    from engine.model.location import locate
+    from engine.loading.location import locate
 
     work.doing("looking for the model")
     for model in models:
@@ -41,7 +41,7 @@ def start_libraries(work: Work, *models: str | None) -> None:
 def load_generator(work: Work, path: str | None, config: EngineConfig, adapter: Path | None = None) -> Generator:
     """path: None for the shipped model. adapter: the folder of one for it."""
     from engine.generator import Generator
-    from engine.model.loading import SHIPPED_MODEL, load_with_adapter
+    from engine.loading.load import SHIPPED_MODEL, load_with_adapter
 
     work.doing("loading the model")
     source = SHIPPED_MODEL if path is None else path

@@ -19,9 +19,9 @@ def linears(path: str | None, threads: int | None, as_json: bool) -> None:
         import torch
         from torch import nn
 
-        from engine.model import linear_routes
-        from engine.model.loading import SHIPPED_MODEL, load_config
-        from engine.planning.model_footprint import meta_model
+        from engine.kernels import linear_routes
+        from engine.loading.load import SHIPPED_MODEL, load_config
+        from engine.memory.model_footprint import meta_model
 
         work.doing("reading the model's configuration")
         modules = meta_model(load_config(SHIPPED_MODEL if path is None else path)).modules()

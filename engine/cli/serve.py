@@ -33,7 +33,7 @@ def serve(**given: Any) -> None:
     api_key, settings = _api_key(given["api_key"]), _settings(given)
     most_bytes = values.size(given["max_body_mib"], 2**20, "--max-body-mib")
     _check_installed()
-    from engine.serving.http import listening
+    from engine.server import listening
 
     hosts = listening.allowed_hosts(given["host"], given["allowed_host"] or ())
     if api_key is None and listening.allowed_hosts(given["host"]) is None:
@@ -50,10 +50,10 @@ def _serve(given: dict[str, Any], path: Any, settings: EngineConfig, sockets: li
     is_first = bool(sockets)
     with Work(is_first) as work:
         start_libraries(work, path)
-        from engine.serving.http.app import make_app
-        from engine.serving.http.reading import Limits
-        from engine.serving.http.server import run
-        from engine.serving.http.service import Service
+        from engine.server.app import make_app
+        from engine.server.reading import Limits
+        from engine.server.server import run
+        from engine.server.service import Service
 
         generator = load_generator(work, path, settings, given["adapter"])
         work.doing("trying some texts")  # wrong options of the cache show here, and what is done once is done

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from engine.errors import UserInterrupt
-from engine.model.ranks import OneProcess
+from engine.parallel.ranks import OneProcess
 
 _SET, _PRESSED = 1, 2
 

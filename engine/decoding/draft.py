@@ -13,8 +13,8 @@ from engine.decoding.fed_ids import CachedPrefix
 from engine.decoding.model_session import ModelSession
 from engine.decoding.session_options import SessionOptions
 from engine.errors import InputError, OptionError
+from engine.loading.load import unwrapped
 from engine.model.columns import Columns
-from engine.model.loading import unwrapped
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.request.checks import check_model

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from transformers.utils import ModelOutput
 
-from caches.out_of_memory import is_out_of_memory
-from caches.torch_api import set_grad_enabled
+from caches.platform.out_of_memory import is_out_of_memory, without_frames
+from caches.platform.torch_api import set_grad_enabled
+from caches.platform.undo import on_failure
 from engine.decoding.cancellation import Cancellation, StopAsked
 from engine.decoding.loop import DecodingLoop
 from engine.errors import (
@@ -22,7 +23,7 @@ from engine.errors import (
     OutOfMemoryError,
     UserInterrupt,
 )
-from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
+from engine.out_of_memory import Exhausted, empty_allocators, in_words
 from engine.result import Generation, StreamChunk
 from engine.tables import counted
 from strategies import Flow, Forward, NoCandidateError
@@ -108,17 +109,13 @@ class Driver:
 
     def _begun(self, alone: bool) -> Flow:
         """The strategy's flow. Its errors, and a flow that is no generator, are raised before any work."""
-        try:
+        with on_failure(partial(_without_grad, self.loop.close)), on_failure(self.loop.ranks.end):
             flow = self.loop.begin(alone)
             if not all(callable(getattr(flow, name, None)) for name in ("send", "close")):
                 raise OptionError(
                     f"the strategy's flow() returned {flow!r:.80}, where a generator of operations belongs: write it "
                     "with `yield`, or return the flow of another strategy"
                 )
-        except BaseException:
-            self.loop.ranks.end()
-            _without_grad(self.loop.close)
-            raise
         return flow
 
     def _steps(self, flow: Flow, piece_tokens: Callable[[], int] | None) -> Generator[Turn, ModelOutput | None, None]:
@@ -128,43 +125,46 @@ class Driver:
         answers: list[Any] = [None]  # at most one: nothing else keeps scores while the next ones are computed
         while not self.loop.done:
             with self._cancellation.noting_keys():
-                step = _without_grad(partial(self._step, flow, answers, piece_tokens is None))
+                step = self._step(flow, answers, piece_tokens is None)
             if step is None:
                 break
             if isinstance(step, Forward):
                 assert piece_tokens is not None
-                answer, chunks = yield from self._with_others(step, piece_tokens)
-                answers.append(answer)
-                del answer
-            else:
-                chunks = step
-            if chunks:
-                yield from self._shown(chunks)
+                answers.append((yield from self._with_others(step, piece_tokens)))
+            elif step:
+                yield from self._shown(step)
         yield from self._shown(self.loop.read_all())
 
     def _step(self, flow: Flow, answers: list[Any], alone: bool) -> list[StreamChunk] | Forward | None:
         """The operations of the flow up to one that shows something, or to a `Forward`; None at its end.
 
         answers: the last one, which goes to the flow; the next one is put there. alone: whether the `Forward` is
-        performed too.
+        performed too. Without gradients, as in `_without_grad`.
         """
-        while True:
-            try:
-                operation = flow.send(answers.pop())
-            except StopIteration:
-                return None
-            is_forward = isinstance(operation, Forward)
-            if isinstance(operation, Forward) and not alone:
-                return operation
-            answer, chunks = self.loop.perform(operation)
-            answers.append(answer)
-            del answer, operation
-            if is_forward or chunks or self.loop.done:
-                return chunks
+        grad = torch.is_grad_enabled()
+        try:
+            set_grad_enabled(False)
+            while True:
+                try:
+                    operation = flow.send(answers.pop())
+                except StopIteration:
+                    return None
+                if isinstance(operation, Forward):
+                    if not alone:
+                        return operation
+                    answers.append(self.loop.forward(operation))
+                    return []
+                answer, chunks = self.loop.perform(operation)
+                answers.append(answer)
+                del answer, operation
+                if chunks or self.loop.done:
+                    return chunks
+        finally:
+            set_grad_enabled(grad)
 
     def _with_others(
         self, forward: Forward, piece_tokens: Callable[[], int]
-    ) -> Generator[Turn, ModelOutput | None, tuple[Any, list[StreamChunk]]]:
+    ) -> Generator[Turn, ModelOutput | None, Any]:
         """Perform `forward` in turns: see `turns`."""
         while True:
             with self._cancellation.noting_keys():
@@ -177,7 +177,7 @@ class Driver:
         if computed is None:  # else the cache has an open step
             self._cancellation.check()
         with self._cancellation.noting_keys():
-            return _without_grad(partial(self.loop.perform, forward, computed))
+            return _without_grad(partial(self.loop.forward, forward, computed))
 
     def _shown(self, chunks: list[StreamChunk]) -> Generator[StreamChunk, None, None]:
         for chunk in chunks:

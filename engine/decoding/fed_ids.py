@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from caches import TokenLog
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
 from engine.errors import EngineError
 from engine.model.columns import Columns
 from engine.model.growing_columns import room_for, widened

@@ -17,9 +17,9 @@ from caches.transfer.convert import can_migrate
 from caches.transfer.split_rows import SplitCache, halves
 from configs import OffloadedCacheConfig, OffloadedQuantizedCacheConfig
 from engine.decoding.collected_outputs import CollectedOutputs
+from engine.kernels.linear_routes import TORCH
 from engine.model.columns import Columns
 from engine.model.facts import ModelFacts
-from engine.model.linear_routes import TORCH
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ForwardOptions, ModelRunner
 from engine.model.rope_frequencies import Frequencies
@@ -80,8 +80,26 @@ class ForwardExecutor:
     ) -> tuple[ModelOutput, torch.Tensor | None]:
         """Feed the tokens of `ids` [rows, tokens] that are not cached: the last outputs, and all hidden states."""
         self.reserve(self._before + ids.shape[1])
+        fed: list[tuple[slice, ModelOutput]] = []
         try:
-            fed = [(rows, self._feed(ids, rows, cache, prefill, collected)) for rows, cache in self.parts]
+            for rows, cache in self.parts:
+                collected.discard(rows, cache.total_tokens)
+                options = ForwardOptions(
+                    prefill=prefill,
+                    chunk_tokens=self._chunk_tokens,
+                    logits_for_last=collected.tokens,
+                    hidden_states=collected.hidden,
+                    on_outputs=collected.of(rows),
+                    check=self._check,
+                    resume=self._frequencies.resume,
+                    compiled=self.is_compiled,
+                    routed=self.routed,
+                )
+                columns, inputs, rows_ids = self.columns, self.inputs, ids
+                if rows != self._all_rows:
+                    rows_ids, index = ids[rows], torch.arange(rows.start, rows.stop, device=columns.device)
+                    columns, inputs = columns.of_rows(index), inputs.of_rows(rows, self._all_rows.stop)
+                fed.append((rows, self._runner.feed(rows_ids, columns, cache, inputs, self._before, options)))
         except BaseException:  # the runner has aborted the step of the part that failed
             if isinstance(self.cache, SplitCache):
                 self.cache.abort()
@@ -98,28 +116,6 @@ class ForwardExecutor:
         self.columns.reserve(columns)
         if self.inputs.axes and not self.inputs.has_room_for(columns):
             self.inputs = self.inputs.extended(self.model, self.columns.room)
-
-    def _feed(
-        self, ids: torch.Tensor, rows: slice, cache: EngineCache, prefill: bool, collected: CollectedOutputs
-    ) -> ModelOutput:
-        """The last outputs of a feed of these rows of `ids`."""
-        collected.discard(rows, cache.total_tokens)
-        columns, inputs = self.columns, self.inputs
-        if rows != self._all_rows:
-            ids, index = ids[rows], torch.arange(rows.start, rows.stop, device=columns.device)
-            columns, inputs = columns.of_rows(index), inputs.of_rows(rows, self._all_rows.stop)
-        options = ForwardOptions(
-            prefill=prefill,
-            chunk_tokens=self._chunk_tokens,
-            logits_for_last=collected.tokens,
-            hidden_states=collected.hidden,
-            on_outputs=collected.of(rows),
-            check=self._check,
-            resume=self._frequencies.resume,
-            compiled=self.is_compiled,
-            routed=self.routed,
-        )
-        return self._runner.feed(ids, columns, cache, inputs, self._before, options)
 
     @property
     def parts(self) -> list[tuple[slice, EngineCache]]:

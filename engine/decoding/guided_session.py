@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +10,8 @@ from torch.nn.functional import pad
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, TokenLog
-from caches.out_of_memory import has_memory_for
-from caches.torch_api import tree_map
+from caches.platform.out_of_memory import recovering
+from caches.platform.torch_api import tree_map
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.decoding.model_session import ModelSession
 from engine.request.guidance import Guidance
@@ -119,7 +118,9 @@ class GuidedSession:
             session.end()
         if fed == 0:
             return
-        if not has_memory_for(partial(self._select_prompts, len(log.ids))):
+        with recovering() as outcome:
+            self._select_prompts(len(log.ids))
+        if outcome.failure is not None:
             session.discard_cache()  # better no cache than no text
 
     def _select_prompts(self, rows: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,8 +12,8 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache
-from caches.out_of_memory import is_out_of_memory
-from caches.torch_api import write_count
+from caches.platform.out_of_memory import recovering
+from caches.platform.torch_api import write_count
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
@@ -21,16 +21,16 @@ from engine.decoding.records import Checkpoints, Records
 from engine.decoding.run_clock import RunClock
 from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
+from engine.device_state import Peak, rewinding
 from engine.errors import EngineError
-from engine.model.device_state import Peak, rewinding
-from engine.model.ranks import ONE_PROCESS, OneProcess
 from engine.out_of_memory import Exhausted
 from engine.output.stream_buffer import StreamBuffer
+from engine.parallel.ranks import ONE_PROCESS, OneProcess
 from engine.request.encoder import encoder_records
 from engine.request.request import Request
 from engine.result import Fallback, Generation, Stats, StreamChunk
 from engine.warn_once import warn_once
-from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Operation, Report, Rows
+from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Report, Rows
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
@@ -64,9 +64,9 @@ class DecodingLoop:
         self._cached_tokens = int(request.mask[:, : session.cache.total_tokens].sum())
         self._prompt_tokens = int(request.mask.sum()) - self._cached_tokens + request.source_tokens
         self._stopping = Stopping(request, ranks)
-        self._last_column = request.max_columns
-        mask = request.mask[:, request.first_known_column :]
-        self._tokens = Tokens(prompt, mask, request.max_columns, request.pad_id)
+        self._last_column = request.lengths.ids
+        mask = request.mask[:, request.lengths.first_id :]
+        self._tokens = Tokens(prompt, mask, request.lengths.ids, request.pad_id)
         self._logits_check = LogitsCheck(request, self._tokens, session, self._stopping)
         self._best: Callable[[], list[Hypothesis] | None] | None = None  # of a flow that gives its texts at its end
         self._records = Records(request.config, self._device, request.top_logprobs)
@@ -98,18 +98,13 @@ class DecodingLoop:
 
     def break_off(self) -> list[StreamChunk]:
         """Prepare the result of a run that stops early: the chunks that were not shown."""
-        try:
+        with _logging_failure("the check which rows the last tokens end has failed"):  # may fail as it did before
             self._read_unread()
-        except Exception:  # what raised before may raise again, and is reported already
-            _logger.warning("the check which rows the last tokens end has failed", exc_info=True)
         self.discard_unread()
         best, self._best = self._best, None
-        try:
+        texts = None  # where memory is out, the result is the rows of the prompt
+        with recovering():
             texts = None if best is None else best()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            texts = None  # the result is then the rows of the prompt
         if texts is not None:
             self._return_to([text.row for text in texts])
             self._take([replace(text, row=row) for row, text in enumerate(texts)])
@@ -118,24 +113,18 @@ class DecodingLoop:
             if index is not None:
                 self._return_to(index)
         self.stream_buffer.end_all()
-        try:
+        with _logging_failure("the streamer did not take the last tokens"):
             return self.stream_buffer.release()
-        except Exception:
-            _logger.warning("the streamer did not take the last tokens", exc_info=True)
         return self.stream_buffer.release()
 
     def _return_to(self, rows: list[int]) -> None:
         """Select the rows of the result. Where the cache has no memory for that it is emptied."""
-        index, select = torch.tensor(rows, device="cpu"), None
-        try:
-            selection = self._row_selection(index)
+        index = torch.tensor(rows, device="cpu")
+        with recovering(CacheError, Exhausted) as outcome:
+            select = self._row_selection(index)
             self._session.select_rows(index)
-            select = selection
-        except Exception as error:
-            if not (isinstance(error, (CacheError, Exhausted)) or is_out_of_memory(error)):
-                raise
-            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", error)
-        if select is None:  # outside of `except`: the error refers to what was made
+        if (why := outcome.failure) is not None:
+            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", why)
             self._session.discard_cache()  # this makes room
             select = self._row_selection(index)
         select()
@@ -203,14 +192,9 @@ class DecodingLoop:
         """Free the memory of the cache until the next forward."""
         self._session.park()
 
-    def perform(self, operation: Operation, computed: ModelOutput | None = None) -> tuple[Any, list[StreamChunk]]:
-        """Carry out one operation of the flow: its result, and what there is to show.
-
-        computed: the outputs of a `Forward` that was part of a joined step.
-        """
+    def perform(self, operation: Emit | Crop | Rows | Report | Finish) -> tuple[Any, list[StreamChunk]]:
+        """Carry out one operation of the flow, not a `Forward`: its result, and what there is to show."""
         match operation:
-            case Forward():
-                return self._forward(operation, computed), []
             case Emit(tokens, scores):
                 chunks = self._emit(tokens, scores)
                 return self._tokens.ids, chunks
@@ -235,7 +219,8 @@ class DecodingLoop:
             case Finish():
                 return None, self._finish(operation)
 
-    def _forward(self, forward: Forward, computed: ModelOutput | None) -> Any:
+    def forward(self, forward: Forward, computed: ModelOutput | None = None) -> Any:
+        """Carry out a `Forward`: its result. computed: the outputs, where it was part of a joined step."""
         fed: int | None = self._session.fed
         if fed and not self.clock.has_first_token:  # these tokens are the first, though a search emits them at its end
             self.clock.first_token()
@@ -395,10 +380,8 @@ class DecodingLoop:
             self._session.close(self._tokens.log())
         finally:
             self.clock.end()
-            try:
+            with _logging_failure("the streamer could not be ended"):  # it has ended before, unless the run was stopped
                 self.stream_buffer.close()
-            except Exception:  # where nothing has stopped the run, the streamer has ended before
-                _logger.warning("the streamer could not be ended", exc_info=True)
 
     def give_up(self) -> None:
         """End without a result, because texts and rows may not fit together. The cache is emptied."""
@@ -480,3 +463,11 @@ def _followed(best: Callable[[], list[Hypothesis] | None], index: list[int]) -> 
         return [replace(text, row=index.index(text.row)) for text in found]
 
     return texts
+
+
+@contextmanager
+def _logging_failure(warning: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _logger.warning(warning, exc_info=True)

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
@@ -14,9 +13,9 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache, TokenLog
 from caches.hf.adapter import may_be_lost
-from caches.out_of_memory import has_memory_for, is_of_onednn, is_out_of_memory
+from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
+from caches.platform.torch_api import always_writable
 from caches.protocol import KeepsPast, capabilities
-from caches.torch_api import always_writable
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.collected_outputs import CollectedOutputs, last_hidden
 from engine.decoding.fed_ids import CachedPrefix, FedIds
@@ -28,8 +27,7 @@ from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import PeerError, PeerOutOfMemory
-from engine.out_of_memory import without_frames
+from engine.parallel.ranks import PeerError, PeerOutOfMemory
 from engine.prompt import ENCODED
 from engine.request.encoder import largest_matrix_bytes, source_of
 from strategies import repeat_rows_index
@@ -199,7 +197,12 @@ class ModelSession:
         try:
             while True:
                 try:
-                    return self._ranks.together(partial(self._fed, end, prefill, collected))
+                    with self._ranks.together():
+                        self._ranks.note([self.cache.total_tokens])
+                        self.cache.finish()
+                        if self._options.make_room is not None:
+                            self._options.make_room(self, self.waiting)
+                        return self.executor.run(self._ids.ids[:, :end], prefill, collected)
                 except BaseException as error:
                     if isinstance(error, (PeerError, PeerOutOfMemory)):  # here the step may be complete
                         self.cache.abort()
@@ -224,13 +227,6 @@ class ModelSession:
             raise
         finally:
             self._goal = 0
-
-    def _fed(self, end: int, prefill: bool, collected: CollectedOutputs) -> tuple[ModelOutput, torch.Tensor | None]:
-        self._ranks.note([self.cache.total_tokens])
-        self.cache.finish()
-        if self._options.make_room is not None:
-            self._options.make_room(self, self.waiting)
-        return self.executor.run(self._ids.ids[:, :end], prefill, collected)
 
     def _meet(self) -> None:
         """After a failure: go back to the tokens that the caches of all ranks hold."""
@@ -262,15 +258,12 @@ class ModelSession:
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
         """`work()`, repeated after each fallback when memory is out. repeats: whether it can be. Raises `Exhausted`."""
         done: list[T] = []  # on a rank where it went well it is not repeated
-
-        def until_done() -> T:
-            if not done:
-                done.append(work())
-            return done[0]
-
         while True:
             try:
-                return self._ranks.together(until_done)
+                with self._ranks.together():
+                    if not done:
+                        done.append(work())
+                return done[0]
             except BaseException as error:
                 failure = self._out_of_memory(error) if done or repeats() else None
                 if not self._ranks.recovers(failure is not None):
@@ -414,7 +407,8 @@ class ModelSession:
         try:
             while True:
                 try:
-                    self._ranks.together(select)
+                    with self._ranks.together():
+                        select()
                     return
                 except BaseException as error:
                     selected |= isinstance(error, PeerOutOfMemory)
@@ -431,21 +425,22 @@ class ModelSession:
 
     def close(self, log: TokenLog) -> None:
         """End with a cache that another call can continue: it holds the first columns of `log`, the run's tokens."""
-        if (self._ids.count > 0 or self._selecting_rows) and not has_memory_for(partial(self._leave, log)):
-            self.discard_cache()  # better no cache than no text
+        if self._ids.count > 0 or self._selecting_rows:
+            with recovering() as outcome:
+                self._leave(log)
+            if outcome.failure is not None:
+                self.discard_cache()  # better no cache than no text
         self.end()
 
     def end(self) -> None:
         """Join the parts of a split cache, and stop keeping what has left a window."""
         split = self.cache
         if isinstance(split, SplitCache):
-            try:
+            with recovering(CacheError) as outcome:
                 self.executor.cache = split.joined()
                 self.cache.log = split.log
-            except Exception as error:
-                if not (isinstance(error, CacheError) or is_out_of_memory(error)):
-                    raise
-                _logger.warning("the result has no cache, because its parts could not be put together: %s", error)
+            if (why := outcome.failure) is not None:
+                _logger.warning("the result has no cache, because its parts could not be put together: %s", why)
                 split.give_up()
         if self._keeps_past is not None:
             self._keeps_past.keep_past(False)

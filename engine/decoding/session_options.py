@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from caches.spec.read_by import ReadBy
+from caches.layers.read_by import ReadBy
 from engine.decoding.pauses import Pause
-from engine.model.ranks import OneProcess
+from engine.parallel.ranks import OneProcess
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
 
-from engine.model.ranks import OneProcess
 from engine.output.detokenizer import RowText
+from engine.parallel.ranks import OneProcess
 from engine.request.generation_helpers import replaces
 from engine.request.request import Request
 from engine.request.time_limit import of_all_ranks
@@ -23,7 +23,7 @@ class Stopping:
 
     def __init__(self, request: Request, ranks: OneProcess):
         self.reasons: list[str | None] = [None] * len(request.prompt.ids)
-        self._last_column = request.max_columns
+        self._last_column = request.lengths.ids
         self._eos_ids, self._belongs = frozenset(request.eos_ids), request.belongs
         self._time = StoppingCriteriaList()
         self._max_time_s = None if replaces(request.criteria, MaxTimeCriteria) else request.config.max_time

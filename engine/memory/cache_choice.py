@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache as TransformersCache
 import caches
 from caches import EngineCache
 from configs import CacheConfig, EncoderDecoderCacheConfig, EngineConfig, nearest
+from engine.compiling.compiled_step import makes_graphs
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
-from engine.model.compiled_step import makes_graphs
+from engine.memory.cache_size import empty_cache
+from engine.memory.plan import choose_cache
 from engine.model.model_lock import turn_of
-from engine.planning.cache_size import empty_cache
-from engine.planning.plan import choose_cache
 from engine.request.call import Call
 from engine.request.request import Request
 from engine.warn_once import warn_once

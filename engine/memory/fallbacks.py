@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from caches import CacheError
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import recovering
 from configs import ConfigError
 from engine.decoding.model_session import ModelSession
-from engine.out_of_memory import Exhausted, empty_allocators, in_words, without_frames
+from engine.out_of_memory import Exhausted, empty_allocators, in_words
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")
@@ -103,16 +103,13 @@ class Recovery:
 def _applied(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
     """A description of what the fallback did, or the reason why it could not."""
     total_tokens = session.cache.total_tokens
-    try:
+    with recovering(CacheError, ConfigError) as outcome:
         return fallback(session), None
-    except (CacheError, ConfigError) as error:
-        if session.cache.total_tokens < total_tokens:
-            raise Exhausted(in_words(error)) from without_frames(error)
-        return None, in_words(error)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return None, in_words(error)
+    failure = outcome.failure
+    assert failure is not None
+    if isinstance(failure, (CacheError, ConfigError)) and session.cache.total_tokens < total_tokens:
+        raise Exhausted(in_words(failure)) from failure
+    return None, in_words(failure)
 
 
 def _release(session: ModelSession) -> str | None:

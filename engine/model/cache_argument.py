@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from caches.transformers_api import supports_default_dynamic_cache
+from caches.platform.transformers_api import supports_default_dynamic_cache
 from engine.model.forward_parameters import forward_parameters
 
 # Model types whose forward refuses other classes of caches with use_cache=True, but uses them with use_cache=False.

@@ -18,14 +18,14 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from caches import EngineCache
-from caches.machine import cache_folder, write_atomically
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.model_version import ModelVersion, model_version
-from caches.transformers_api import attn_implementation
+from caches.layers.model_version import ModelVersion, model_version
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.machine import cache_folder, write_atomically
+from caches.platform.out_of_memory import is_out_of_memory, recovering
+from caches.platform.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
-from engine.out_of_memory import empty_allocators, in_words, without_frames
+from engine.out_of_memory import empty_allocators, in_words
 from engine.version import __version__
 
 _METHOD = 2  # version of the trials: answers of other versions are ignored
@@ -213,13 +213,18 @@ class ModelFacts:
     def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:
         device, others = prompt_device(self._model).type, _other_windows(self._model.config)
         try:
-            with torch.no_grad(), torch.autocast(device, enabled=False), trials.small_windows(self._model):
-                return self._ranks.together(lambda: trial(trials.Text(self._runner, max(others, default=0)))), None
-        except Exception as error:
-            self._ranks.meet()
-            return None, without_frames(error)
+            with (
+                recovering(Exception) as outcome,
+                torch.no_grad(),
+                torch.autocast(device, enabled=False),
+                trials.small_windows(self._model),
+                self._ranks.together(),
+            ):
+                return trial(trials.Text(self._runner, max(others, default=0))), None
         finally:
             self.note(None)
+        self._ranks.meet()
+        return None, outcome.failure
 
     def _file(self) -> Path | None:
         """Of the answers about all models like this one; None where they are about this one alone."""

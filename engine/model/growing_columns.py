@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from caches.torch_api import always_writable
+from caches.platform.torch_api import always_writable
 
 _LEAST = 256  # spare columns behind the prompt at first
 

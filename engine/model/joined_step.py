@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from caches import Cache, EngineCache, build
 from caches.hf.joined import JoinedCaches, why_not_joined
-from caches.spec.accelerate_hooks import prompt_device
+from caches.platform.accelerate_hooks import prompt_device
 from engine.model.columns import Columns
 from engine.model.trials import Scale, distance, rounding_of
 

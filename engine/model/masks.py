@@ -10,8 +10,8 @@ from transformers.masking_utils import create_causal_mask, create_chunked_causal
 
 from caches import EngineCache, UnsupportedLayerError
 from caches.hf.joined import JoinedCaches
+from caches.platform.transformers_api import attn_implementation, supports_attention_backend
 from caches.protocol import AttentionView, attention_view
-from caches.transformers_api import attn_implementation, supports_attention_backend
 from engine.model.columns import Columns, additive
 
 MaskKinds: TypeAlias = str | dict[str, str]

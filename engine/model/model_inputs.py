@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from caches.transformers_api import update_model_kwargs
+from caches.platform.transformers_api import update_model_kwargs
 from engine.rows import index_rows
 
 

@@ -6,7 +6,7 @@ import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from caches.spec.read_by import ReadBy
+from caches.layers.read_by import ReadBy
 
 _turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _guard = threading.Lock()

@@ -14,27 +14,27 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, UnknownContentError, UnsupportedLayerError, read_specs
+from caches.platform.accelerate_hooks import is_dispatched, prompt_device
+from caches.platform.torch_api import compiled_graphs, discard_compiled, graph_errors
+from caches.platform.transformers_api import can_compile_fullgraph
 from caches.protocol import attention_view
-from caches.spec.accelerate_hooks import is_dispatched, prompt_device
-from caches.torch_api import compiled_graphs, discard_compiled, graph_errors
-from caches.transformers_api import can_compile_fullgraph
+from engine.compiling.compiled_step import compiled, first_reason, makes_graphs, step_of
+from engine.compiling.layer_packages import ComputeAgain, LayerPackages
 from engine.errors import InputError, OptionError
 from engine.host_allocator import keep_freed_memory
-from engine.model import packed_attention
+from engine.kernels import packed_attention
+from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
+from engine.kernels.linear_routes import TORCH
 from engine.model.columns import Columns
-from engine.model.compiled_step import compiled, first_reason, makes_graphs, step_of
 from engine.model.facts import ModelFacts
 from engine.model.first_layer_probe import Probe, Reached
 from engine.model.forward_arguments import ForwardArguments, Step
 from engine.model.joined_step import Feed, Part, can_be_joined, joined_step
-from engine.model.layer_packages import ComputeAgain, LayerPackages
-from engine.model.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
-from engine.model.linear_routes import TORCH
 from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
-from engine.model.ranks import ranks_of
 from engine.model.rope_frequencies import Frequencies
+from engine.parallel.ranks import ranks_of
 
 
 class ForwardOptions(NamedTuple):  # made for every forward: a frozen dataclass takes 1 µs more

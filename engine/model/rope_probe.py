@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import Cache, EngineCache, UnsupportedLayerError, build
+from caches.layers.model_version import model_version
+from caches.platform.accelerate_hooks import prompt_device
 from caches.protocol import attention_view
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.model_version import model_version
 from engine.model.columns import Columns
 from engine.model.model_runner import ForwardOptions, ModelRunner
 

@@ -21,14 +21,15 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, HFCacheAdapter, NoCache, UnsupportedLayerError, build, read_specs
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.torch_api import hooks_of
+from caches.platform.transformers_api import accelerate_hook
+from caches.platform.undo import on_failure
 from caches.protocol import attention_view
-from caches.spec.accelerate_hooks import prompt_device
-from caches.torch_api import hooks_of
-from caches.transformers_api import accelerate_hook
 from engine.model.columns import Columns
 from engine.model.forward_arguments import Step
 from engine.model.model_inputs import ModelInputs
-from engine.model.ranks import OneProcess
+from engine.parallel.ranks import OneProcess
 
 _CUT, _TOKENS, _PADDING = 4, 6, 4  # of the text: where it is cut, how long it is, and padding in it or before it
 _CHANGE, _LEAST_POWER = 0.002, 10.0  # of what another history changes; and how far it has to be above rounding
@@ -189,11 +190,8 @@ class Text:
                 attention_view(cache).set_padding(columns.left_padding)
             step = Step(ids, columns, cache, 0, begin, end, begin == 0)
             cache.begin(end - begin)
-            try:
+            with on_failure(cache.abort):
                 logits = self._runner.forward_once(step, inputs).logits[:, begin - end :]
-            except BaseException:
-                cache.abort()
-                raise
             cache.commit()
         assert logits is not None
         return logits[0] if len(ids) == 1 else logits[:, -1]

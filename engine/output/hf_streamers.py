@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from transformers import TextStreamer
 
+from caches.platform.undo import on_failure
 from engine.chats import special_tokens
 from engine.output.detokenizer import RowText, ends_of
 from engine.result import StreamChunk
 
 
-@contextmanager
-def ending(streamer: Any) -> Iterator[None]:
+def ending(streamer: Any) -> on_failure:
     """End the streamer, if there is one, on any error: a thread that reads from it would wait for ever."""
-    try:
-        yield
-    except BaseException:
+
+    def end() -> None:
         with suppress(Exception):
             streamer.end()
-        raise
+
+    return on_failure(end)
 
 
 class StreamerAdapter(Protocol):

@@ -11,9 +11,9 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from caches import EngineCache
+from caches.platform.accelerate_hooks import input_embeddings, prompt_device
+from caches.platform.transformers_api import default_generation_params
 from caches.protocol import attention_view
-from caches.spec.accelerate_hooks import input_embeddings, prompt_device
-from caches.transformers_api import default_generation_params
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import most_positions, vocabulary_of

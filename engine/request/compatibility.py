@@ -7,11 +7,11 @@ from transformers import PreTrainedModel
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from caches import CapacityError, EngineCache
+from caches.platform.accelerate_hooks import is_dispatched, prompt_device
 from caches.protocol import attention_view, capabilities
-from caches.spec.accelerate_hooks import is_dispatched, prompt_device
 from caches.transfer.convert import can_migrate
+from engine.compiling.compiled_step import makes_graphs
 from engine.errors import InputError, OptionError
-from engine.model.compiled_step import makes_graphs
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
@@ -90,8 +90,8 @@ def _check_cache(model: PreTrainedModel, cache: EngineCache, request: Request) -
     if cache.max_tokens is not None and cache.max_tokens < request.cached_columns:
         raise CapacityError(
             f"the {cache.name} cache holds at most {cache.max_tokens:,} tokens, but "
-            f"{lengths(mask.shape[1], request.new_tokens)} need {request.cached_columns:,}: raise max_cache_len or ask "
-            "for fewer"
+            f"{lengths(mask.shape[1], request.lengths.new)} need {request.cached_columns:,}: raise max_cache_len or "
+            "ask for fewer"
         )
     text_config = model.config.get_text_config(decoder=True)
     by_id = getattr(text_config, "hidden_size_per_layer_input", None)
@@ -167,8 +167,9 @@ def _check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request)
             f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
             "cache='static', or use another strategy"
         )
-    if request.before > 0 and runner.facts.why_not_several is not None:
+    if request.lengths.cached > 0 and runner.facts.why_not_several is not None:
         raise OptionError(
             f"{request.strategy.name} rolls back rejected tokens, and {type(runner.model).__name__} then has to "
-            f"read all again, but the {request.before} tokens in the cache were not given: give the whole conversation"
+            f"read all again, but the {request.lengths.cached} tokens in the cache were not given: give the whole "
+            "conversation"
         )

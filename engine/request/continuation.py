@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from caches import EngineCache, TokenLog, UnknownContentError, first_layer
-from caches.spec.read_by import ReadBy
+from caches.layers.read_by import ReadBy
 from caches.transfer.comparison import KeptTokens
 from engine.errors import InputError
 from engine.model.columns import Columns
@@ -41,7 +41,7 @@ def check_continues(cache: EngineCache, request: Request) -> bool:
 
     Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
-    prompt, mask, before = request.prompt, request.mask, request.before
+    prompt, mask, before = request.prompt, request.mask, request.lengths.cached
     ids = prompt.ids
     log, cached = cache.log, cache.total_tokens
     if cache.batch_size not in (-1, ids.shape[0]):
@@ -102,7 +102,7 @@ def check_content(
     """Compare the keys of the cache's first layer with the prompt's, and set the cache's log. Raises `InputError`."""
     cached = cache.total_tokens
     try:
-        if request.before > 0:
+        if request.lengths.cached > 0:
             return
         first = first_layer(cache)
         _check_comparable(runner, request, cached)
@@ -117,7 +117,7 @@ def check_content(
             f"the {cache.name} cache holds {cached} tokens of each row, and whether they begin this prompt cannot be "
             f"checked: {reason}. Start with an empty cache, or say trust_cache=True if you know that they do"
         ) from None
-    if request.prompt.columns_without_ids == 0:
+    if request.lengths.embedded == 0:
         mask, ids = request.mask[:, :cached].clone(), request.prompt.ids[:, :cached].clone()
         source = source_of(request.prompt.model_kwargs)
         cache.log = TokenLog(ids, mask, columns.own_positions(cached), source, now)
@@ -125,7 +125,7 @@ def check_content(
 
 def _check_comparable(runner: ModelRunner, request: Request, cached: int) -> None:
     """Raise `UnknownContentError` where keys depend on more than a token and its position."""
-    ids = request.prompt.ids[:, : max(0, cached - request.prompt.columns_without_ids)]
+    ids = request.prompt.ids[:, : max(0, cached - request.lengths.embedded)]
     if request.prompt.embeds is None and request.source is None and has_placeholders(runner.model, ids):
         raise UnknownContentError(
             "some of them stand for images or sounds, of which only the cache knows what was there"
@@ -237,7 +237,11 @@ def check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) -> 
         )
     if any("token_type" in name for name in request.prompt.model_kwargs):
         return  # the call says which tokens are read with those behind them in mind
-    if request.prompt.embeds is None and request.before == 0 and has_placeholders(runner.model, request.prompt.ids):
+    if (
+        request.prompt.embeds is None
+        and request.lengths.cached == 0
+        and has_placeholders(runner.model, request.prompt.ids)
+    ):
         return  # a text without its images is no text that could be read at once
     # The token that a run has generated last is read as that run would have read it.
     is_next = log is not None and mask.shape[1] == cached + 1 == log.ids.shape[1]

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import EngineCache
-from caches.spec.accelerate_hooks import prompt_device
+from caches.platform.accelerate_hooks import prompt_device
 from engine.errors import OptionError
 from engine.model.model_sizes import most_positions
 from engine.prompt import PER_TOKEN, move
@@ -62,7 +62,7 @@ def read_draft_request(
                 f"are {len(request.prompt.ids)} rows: generate them one by one, or give a draft with the model's "
                 "vocabulary"
             )
-        total = min(most_positions(draft) or _LONGEST, 4 * request.total + 64)  # its words may be shorter
+        total = min(most_positions(draft) or _LONGEST, 4 * request.lengths.total + 64)  # its words may be shorter
         translator = Translator(tokenizer, draft_tokenizer, request.mask, prefix_ids, total)
         mask = torch.ones(1, 1, dtype=torch.long, device=device)
         return DraftRequest(mask, None, total, {}, translator.translation)
@@ -73,7 +73,7 @@ def read_draft_request(
         model_kwargs = complete_model_kwargs(draft, prompt, request.mask, None, request.config)[0].model_kwargs
     if source is not None:
         model_kwargs, source = source_again(draft, request.prompt, source, request.config)
-    return DraftRequest(request.mask.to(device), prefix_ids, request.total, model_kwargs, None, source)
+    return DraftRequest(request.mask.to(device), prefix_ids, request.lengths.total, model_kwargs, None, source)
 
 
 def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request) -> None:
@@ -84,16 +84,16 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
             "model's kind"
         )
     media = _media(request)
-    if request.prompt.embeds is not None or (media and (type(draft) is not type(model) or request.before > 0)):
+    if request.prompt.embeds is not None or (media and (type(draft) is not type(model) or request.lengths.cached > 0)):
         raise OptionError(
             f"this draft sees token ids only, and the prompt has {', '.join(media) or 'inputs_embeds'}: give a draft "
             "of the model's class, which reads images and sounds of a whole conversation too, or leave assistant_model "
             "out (prompt_lookup_num_tokens needs no draft)"
         )
-    most, needed = most_positions(draft), request.total - 1
+    most, needed = most_positions(draft), request.lengths.total - 1
     if most is not None and needed > most:
         raise OptionError(
-            f"the draft has {most:,} positions, but {lengths(request.mask.shape[1], request.new_tokens)} need "
+            f"the draft has {most:,} positions, but {lengths(request.mask.shape[1], request.lengths.new)} need "
             f"{needed:,}: ask for fewer, or give another draft"
         )
 
@@ -105,15 +105,15 @@ def _media(request: Request) -> list[str]:
 
 def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | None:
     """The ids of the columns that the prompt does not repeat: the draft has to read them too."""
-    if request.before == 0:
+    if request.lengths.cached == 0:
         return None
     log = None if cache is None else cache.log
-    if log is None or log.ids.shape[1] < request.before:
+    if log is None or log.ids.shape[1] < request.lengths.cached:
         raise OptionError(
-            f"the draft has to read the {request.before} tokens in the cache too, and which ones they are is not "
-            "known: give the whole conversation"
+            f"the draft has to read the {request.lengths.cached} tokens in the cache too, and which ones they are is "
+            "not known: give the whole conversation"
         )
-    return log.ids[:, : request.before]
+    return log.ids[:, : request.lengths.cached]
 
 
 def _translates(draft: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> bool:

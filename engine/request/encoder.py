@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from caches.as_tensor import as_tensor
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.accelerate_hooks import input_embeddings, prompt_device
-from caches.transformers_api import (
+from caches.platform.accelerate_hooks import input_embeddings, prompt_device
+from caches.platform.as_tensor import as_tensor
+from caches.platform.out_of_memory import recovering
+from caches.platform.transformers_api import (
     prepare_decoder_input_ids,
     prepare_encoder_kwargs,
     prepare_model_inputs,
@@ -26,7 +26,7 @@ from engine.chats import DEFAULTS, TemplateOptions
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_lock import turn_of
-from engine.out_of_memory import empty_allocators, in_words, without_frames
+from engine.out_of_memory import empty_allocators, in_words
 from engine.prompt import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
 from engine.request.checks import check_vocabulary
 from engine.rows import index_rows, join_rows
@@ -180,25 +180,25 @@ def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Te
 
 def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
     """`given` with the encoder's outputs, of all rows at once or in parts. largest: bytes of the largest matrix."""
-    prepare, inputs = source.prepare, source.inputs
-    rows, parts = len(inputs), 1
+    rows, parts = len(source.inputs), 1
     while True:
-        try:
-            if parts == 1:
-                return prepare(inputs, dict(given))
-            outputs = []
-            for index in torch.arange(rows, device=inputs.device).tensor_split(parts):
-                of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
-                outputs.append(prepare(inputs[index], of_rows)["encoder_outputs"])
-            return given | {"encoder_outputs": join_rows(outputs)}
-        except Exception as error:
-            if not is_out_of_memory(error, largest):
-                raise
-            failure = without_frames(error)
-        # Outside of `except`: the error holds on to all that was made.
+        with recovering(size=largest) as outcome:
+            return _in_parts(source, given, parts)
+        assert outcome.failure is not None
         by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
-        parts = recover(failure, parts, rows if by_row else 1)
+        parts = recover(outcome.failure, parts, rows if by_row else 1)
         empty_allocators()
+
+
+def _in_parts(source: Source, given: dict[str, Any], parts: int) -> dict[str, Any]:
+    prepare, inputs = source.prepare, source.inputs
+    if parts == 1:
+        return prepare(inputs, dict(given))
+    outputs, rows = [], len(inputs)
+    for index in torch.arange(rows, device=inputs.device).tensor_split(parts):
+        of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+        outputs.append(prepare(inputs[index], of_rows)["encoder_outputs"])
+    return given | {"encoder_outputs": join_rows(outputs)}
 
 
 def largest_matrix_bytes(model: PreTrainedModel) -> int:

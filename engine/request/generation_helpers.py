@@ -18,11 +18,11 @@ from transformers import (
     StopStringCriteria,
 )
 
-from caches.as_tensor import as_tensor
-from caches.transformers_api import logits_processors, stopping_criteria
+from caches.platform.as_tensor import as_tensor
+from caches.platform.transformers_api import logits_processors, stopping_criteria
 from engine.errors import OptionError
 from engine.model.model_sizes import vocabulary_of
-from engine.model.ranks import ranks_of
+from engine.parallel.ranks import ranks_of
 from engine.prompt import Prompt
 from engine.request.call import Call
 from engine.request.constraint import leave_out_own_settings, read_constraints

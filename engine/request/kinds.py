@@ -18,7 +18,6 @@ from caches import EngineCache
 from configs import CacheConfig
 from engine.request.constraint import is_pydantic
 from strategies import Needs
-from strategies.registry import old_declaration
 
 
 class WrongValue(Exception):
@@ -295,8 +294,6 @@ def strategy(value: Any) -> Any:
     is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
     if not isinstance(value, str) and (isinstance(value, type) or not is_one or not hasattr(value, "samples")):
         raise WrongValue
-    if not isinstance(value, str) and (old := old_declaration(value)):
-        raise WrongValue(f"is a {type(value).__name__} {old}")
     if not isinstance(needs := getattr(value, "needs", Needs()), Needs):
         raise WrongValue(f"has needs={needs!r:.80}, but they are a strategies.Needs(...)")
     return value

@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from caches import EngineCache
-from caches.transformers_api import has_own_position_ids, prepare_encoder_kwargs, prepare_position_ids
+from caches.platform.transformers_api import has_own_position_ids, prepare_encoder_kwargs, prepare_position_ids
 from engine.errors import InputError
 from engine.model.model_lock import turn_of
 from engine.prompt import PER_TOKEN, Prompt

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from caches import EngineCache
-from caches.spec.accelerate_hooks import prompt_device
-from caches.transformers_api import (
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.transformers_api import (
     prepare_attention_mask,
     prepare_generated_length,
     prepare_generation_config,
@@ -29,8 +29,8 @@ from caches.transformers_api import (
     special_tokens,
 )
 from engine.chats import OPTIONS, TemplateOptions, chat_ends
+from engine.device_state import seeded
 from engine.errors import OptionError
-from engine.model.device_state import seeded
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import vocabulary_of
 from engine.prompt import EncodedPrompt, Prompt, is_chat, read_prompt
@@ -61,6 +61,7 @@ from engine.request.generation_helpers import (
     what_is_read,
 )
 from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
+from engine.request.lengths import Lengths
 from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
 from engine.request.parameters import SAMPLING, read_own
@@ -111,6 +112,7 @@ def read_request(
         prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
     total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source, call.stopping_criteria)
     check_length(mask.shape[1], total)
+    lengths = Lengths(before, prompt.columns_without_ids, mask.shape[1], total - mask.shape[1])
     if source is not None:  # other models need positions for the tokens that their cache shows
         check_positions(model, None, mask.shape[1], total, total - 1)
     eos, pad, _ = special_tokens(config)
@@ -119,15 +121,14 @@ def read_request(
     eos_ids = () if eos is None or replaces(call.stopping_criteria, EosTokenCriteria) else tuple(eos.tolist())
     if pad is not None and config.pad_token_id is None and (vocabulary := vocabulary_of(model)) is not None:
         pad = pad if 0 <= int(pad) < vocabulary else torch.zeros((), dtype=torch.long, device="cpu")
-    grammar = read_grammar(model, call, config, prompt, eos_ids, total - mask.shape[1])
+    grammar = read_grammar(model, call, config, prompt, eos_ids, lengths.new)
     stops_in_prompt = not isinstance(call.inputs, EncodedPrompt) or call.inputs.stops_in_prompt
     stops_from = 0 if stops_in_prompt else prompt.ids.shape[1]
     given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
         prompt=prompt,
         mask=mask,
-        before=before,
-        total=total,
+        lengths=lengths,
         config=config,
         strategy=chosen,
         processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, given, said.constraint),

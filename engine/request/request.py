@@ -13,6 +13,7 @@ from engine.prompt import Prompt
 from engine.request.encoder import Recover, Source, encode
 from engine.request.grammar import Grammar
 from engine.request.guidance import Guidance
+from engine.request.lengths import Lengths
 from engine.request.logits_processors import Processing
 from engine.request.run_shape import RunShape
 from engine.request.strategy import score_copies
@@ -22,15 +23,14 @@ from strategies.operations import needs_of, nothing
 
 @dataclass(frozen=True)
 class Request:
-    """before: cached columns that the prompt does not repeat. total: columns at the end. source: of an encoder.
-    stops_from: the first column in which a stop string may begin. inputs: those of a decoder besides ids, with images
-    and sounds as they were given: a draft has its own encoder.
+    """lengths: without the columns that guidance adds. source: of an encoder. stops_from: the first column in which a
+    stop string may begin. inputs: those of a decoder besides ids, with images and sounds as they were given: a draft
+    has its own encoder.
     """
 
     prompt: Prompt
     mask: torch.Tensor
-    before: int
-    total: int
+    lengths: Lengths
     config: GenerationConfig
     strategy: Strategy
     processing: Processing
@@ -99,7 +99,7 @@ class Request:
     @property
     def columns(self) -> int:
         """Columns of the model at the end of the longest run."""
-        return self.read[1].shape[1] + self.new_tokens
+        return self.read[1].shape[1] + self.lengths.new
 
     @property
     def cached_columns(self) -> int:
@@ -113,7 +113,7 @@ class Request:
         outputs = self.prompt.model_kwargs.get("encoder_outputs")
         return RunShape(
             prompt_tokens=self.read[1].shape[1],
-            new_tokens=self.new_tokens,
+            new_tokens=self.lengths.new,
             prompts=len(self.read[0].ids),
             branches=self.needs.rows_per_prompt,
             source_tokens=0 if outputs is None else outputs[0].shape[1],
@@ -124,29 +124,14 @@ class Request:
         )
 
     @property
-    def first_known_column(self) -> int:
-        """The first column whose id was given."""
-        return self.before + self.prompt.columns_without_ids
-
-    @property
-    def max_columns(self) -> int:
-        """Columns with an id when the run ends at the latest."""
-        return self.total - self.first_known_column
-
-    @property
-    def new_tokens(self) -> int:
-        """Tokens a row gets at most."""
-        return self.total - self.mask.shape[1]
-
-    @property
     def task(self) -> Task:
         """The argument of the strategy's flow."""
         return Task(
             ids=self.prompt.ids,
-            mask=self.mask[:, self.before :],
+            mask=self.mask[:, self.lengths.cached :],
             process=self.processing,
             ended=self.ended(),
-            max_columns=self.max_columns,
+            max_columns=self.lengths.ids,
             eos_ids=self.eos_ids,
             candidates_per_beam=self.candidates_per_beam,
             pad_id=self.pad_id,

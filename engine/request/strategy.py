@@ -17,7 +17,7 @@ from transformers import (
 from transformers.generation import GenerationMode
 
 import strategies
-from caches.transformers_api import default_generation_params
+from caches.platform.transformers_api import default_generation_params
 from engine.errors import OptionError
 from engine.request.call import Call
 from engine.request.grammar import MOST_FORCED, Grammar

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
-from caches.as_tensor import as_tensor
-from engine.model.ranks import OneProcess
+from caches.platform.as_tensor import as_tensor
+from engine.parallel.ranks import OneProcess
 
 
 class TimeLimit(StoppingCriteria):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches import EngineCache, StepError, UnsupportedLayerError, branch, convert, inspect, load, recipe
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.read_by import ReadBy
+from caches.layers.read_by import ReadBy
+from caches.platform.out_of_memory import recovering
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from engine.chats import OPTIONS, TemplateOptions
@@ -312,10 +312,9 @@ class Chat:
 
     def _end_of(self, messages: tuple[Message, ...], ids: torch.Tensor) -> int:
         """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
-        try:
+        before: list[int] = []
+        with suppress(Exception):  # a template may refuse them without those that follow
             before = flat(self._conversation.ids(messages)) if messages else []
-        except Exception:  # a template may refuse them without those that follow
-            return 0
         return min(common(before, ids.tolist()), len(ids) - 1)
 
     def _keep_branch(self, cache: Any) -> None:
@@ -323,13 +322,8 @@ class Chat:
         message, and the latest stay."""
         if cache.total_tokens == 0 or any(one.total_tokens == cache.total_tokens for one in self._branches):
             return
-        try:
-            kept = branch(cache)
-        except Exception as error:
-            if is_out_of_memory(error):  # a later turn then reads more
-                return
-            raise
-        self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], kept]
+        with recovering():  # without memory for it a later turn reads more
+            self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], branch(cache)]
 
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from caches import CacheError, EngineCache, load
-from caches.machine import write_atomically
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.fingerprint import fingerprint
+from caches.layers.fingerprint import fingerprint
+from caches.platform.machine import write_atomically
+from caches.platform.out_of_memory import is_out_of_memory
 
 _STALE_S = 600.0  # without a write: the process that wrote a partial file has ended
 

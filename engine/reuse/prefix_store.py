@@ -21,10 +21,10 @@ import torch
 from transformers import PreTrainedModel
 
 from caches import CacheError, EngineCache, branch, select_rows
-from caches.out_of_memory import is_out_of_memory
-from caches.spec.accelerate_hooks import prompt_device
-from caches.spec.read_by import ReadBy
-from caches.torch_api import storage_key
+from caches.layers.read_by import ReadBy
+from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import is_out_of_memory, recovering
+from caches.platform.torch_api import storage_key
 from caches.transfer.convert import can_migrate
 from engine.decoding.pauses import Pause
 from engine.model.model_lock import reader_now
@@ -143,11 +143,11 @@ class PrefixStore:
             if self.read_by != now:
                 self._begin(now)
             most = tuple(ids[:-1].tolist())
-            try:
+            with recovering(Exception) as outcome:
                 found, end = self._found(kind, most)
                 live = empty if found is None else _fitted(found, empty)
-            except Exception as error:
-                self._go_on("a stored prefix cannot be used", error)
+            if outcome.failure is not None:
+                self._go_on("a stored prefix cannot be used", outcome.failure)
                 live, end = empty, 0
         end = len(most) if branches else end
         pauses: tuple[Pause, ...] = ()
@@ -200,11 +200,11 @@ class PrefixStore:
             return
         if log.read_by != self.read_by:
             return
-        try:
+        with recovering(Exception) as outcome:
             if bool(log.mask[:, :total].all()):
                 self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
-        except Exception as error:
-            self._go_on("a prefix cannot be stored", error)
+        if outcome.failure is not None:
+            self._go_on("a prefix cannot be stored", outcome.failure)
 
     def _keep(self, kind: str, ids: tuple[int, ...], cache: EngineCache, prompt_tokens: int) -> None:
         with self._lock:
@@ -237,11 +237,9 @@ class PrefixStore:
         """Free memory of an entry: it goes to a file, or is cut off, or is forgotten."""
         cache = entry.cache
         if self._files is not None:
-            try:
+            with recovering(Exception) as outcome:
                 removed = self._files.write(entry.file, cache)
-            except Exception as error:
-                self._note("a stored prefix cannot be written", error)
-            else:
+            if outcome.failure is None:
                 self._causes.clear()
                 self._release(cache)
                 entry.cache = None
@@ -249,21 +247,22 @@ class PrefixStore:
                     for old in [one for one in index if one.cache is None and one.name in removed]:
                         index.remove(old)
                 return
+            self._note("a stored prefix cannot be written", outcome.failure)
         self._discard(entry)
         if shortens and entry.is_croppable and entry.ends:
-            try:
+            with recovering(Exception) as outcome:
                 self._add_beginning(entry, cache, max(entry.ends))
-            except Exception as error:
-                self._note("the beginning of a stored prefix cannot be kept", error)
+            if outcome.failure is not None:
+                self._note("the beginning of a stored prefix cannot be kept", outcome.failure)
 
-    def _go_on(self, what: str, error: Exception) -> None:
+    def _go_on(self, what: str, error: BaseException) -> None:
         """An error costs what is stored, but no text."""
         self._note(what, error)
         if not _is_expected(error):  # what is in memory may be half changed
             with self._lock:
                 self._kinds, self._storages, self.bytes = {}, {}, 0
 
-    def _note(self, what: str, error: Exception) -> None:
+    def _note(self, what: str, error: BaseException) -> None:
         """Count an error, and log it, unless its cause was logged since a file was written."""
         self.failures += 1
         cause = type(error).__name__, getattr(error, "errno", None)
@@ -323,7 +322,7 @@ def can_reuse(runner: ModelRunner, request: Request) -> bool:
     return facts.why_not_several is None and facts.why_not_cut is None and facts.why_not_in_cache is None
 
 
-def _is_expected(error: Exception) -> bool:
+def _is_expected(error: BaseException) -> bool:
     return isinstance(error, (CacheError, OSError)) or is_out_of_memory(error)
 
 

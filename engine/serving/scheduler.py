@@ -12,17 +12,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from transformers.utils import ModelOutput
 
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_out_of_memory, recovering
 from engine.decoding.driver import Driver, Turn
 from engine.errors import EngineError, GenerationCancelled
 from engine.model.model_runner import ModelRunner
-from engine.model.ranks import OneProcess, PeerError
-from engine.out_of_memory import empty_allocators, without_frames
+from engine.out_of_memory import empty_allocators
+from engine.parallel.ranks import OneProcess, PeerError
 from engine.result import Generation, StreamChunk, nothing_generated
 from engine.serving.counts import BatchState, Counts
 from engine.serving.request import BatchRequest
@@ -39,10 +38,9 @@ _OF_THE_PROCESS = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 def _is_cancelled(request: BatchRequest, fails: bool) -> bool:
     """fails: the answer where the event given with the request fails. Its run asks again, and gets the error."""
-    try:
+    with suppress(Exception):
         return request.is_set()
-    except Exception:
-        return fails
+    return fails
 
 
 def _as_exception(error: BaseException) -> BaseException:
@@ -295,23 +293,21 @@ class Scheduler:
         begun, ranks = time.perf_counter(), self.ranks
         while len(runs) > 1:
             self._joined = list(runs)
-            try:
-                computed = ranks.together(partial(self._computed, runs))
-            except Exception as error:
-                self._joined = []
-                for run in runs:
-                    run.driver.loop.abort_joined()
-                ranks.meet()
-                out = ranks.most(is_out_of_memory(error)) > 0
-                if not out:
-                    _logger.warning("a joined step failed, so each request takes it by itself: %s", error)
-                without_frames(error)
-            else:
+            with recovering(Exception) as outcome, ranks.together():
+                computed = self._computed(runs)
+            if outcome.failure is None:
                 for run, outputs in zip(runs, computed, strict=True):
                     self._joined.remove(run)
                     self._advance(run, outputs)
                 self._step_s = self._seconds_since(begun)
                 return
+            self._joined = []
+            for run in runs:
+                run.driver.loop.abort_joined()
+            ranks.meet()
+            out = ranks.most(is_out_of_memory(outcome.failure)) > 0
+            if not out:
+                _logger.warning("a joined step failed, so each request takes it by itself: %s", outcome.failure)
             empty_allocators()
             if not (out and self._park(runs[0])):
                 break
@@ -400,12 +396,10 @@ class Scheduler:
             loop = run.driver.loop
             if run in busy or run.is_parked or not loop.cache_bytes or loop.fed <= run.fed_before:
                 continue
-            try:
-                with torch.no_grad():
-                    loop.park()
-            except Exception as error:
-                _logger.warning("a request could not be parked: %s", error)
-                without_frames(error)  # a handler may keep it, and its frames have caches
+            with recovering(Exception) as outcome, torch.no_grad():
+                loop.park()
+            if outcome.failure is not None:
+                _logger.warning("a request could not be parked: %s", outcome.failure)
                 continue
             run.is_parked, run.ended_before, run.fed_before = True, self._ended_count, loop.fed
             self.counts.parked += 1

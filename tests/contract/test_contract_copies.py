@@ -11,7 +11,7 @@ from trial import Trial, refused, storage, with_room
 
 import caches
 from caches.core.layer import Layer
-from engine.planning.peak_memory import PeakMemory
+from engine.memory.peak_memory import PeakMemory
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

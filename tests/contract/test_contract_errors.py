@@ -6,7 +6,7 @@ from contract import HYBRID, SIZE, each_cell, keys_of
 from trial import Trial
 
 import caches
-from caches.spec.layer_spec import INDEX, KV, STATE
+from caches.layers.layer_spec import INDEX, KV, STATE
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

@@ -10,8 +10,8 @@ from exact_codecs import Exactly
 import caches
 from caches import backends
 from caches.core.row_selection import RowSelection
+from caches.layers.read_by import ReadBy
 from caches.protocol import TokenLog
-from caches.spec.read_by import ReadBy
 from caches.transfer.comparison import first_layer
 from configs import SinkCacheConfig
 

@@ -15,7 +15,7 @@ from unfinished import OUT, asked
 import caches
 from caches.transfer import dealing
 from caches.transfer.dealing import deal_rows, gather_rows
-from engine.planning.peak_memory import PeakMemory
+from engine.memory.peak_memory import PeakMemory
 
 INDEXES = [[0, 1], [2, 3]]
 

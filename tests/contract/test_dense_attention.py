@@ -16,7 +16,7 @@ from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import SegmentedTensor, plain
 from caches.attention.segments import DenseSegment, PerRowSegment
 from caches.stores import shared_prefix
-from engine.model import packed_attention
+from engine.kernels import packed_attention
 
 
 def no_copy():

@@ -25,7 +25,7 @@ import caches
 import engine
 from caches import files
 from caches.core.layer import Layer
-from caches.spec.fingerprint import fingerprint
+from caches.layers.fingerprint import fingerprint
 from configs import ConfigError
 
 

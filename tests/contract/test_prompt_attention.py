@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import engine
 from caches.attention import prompt_attention as module
 from caches.attention.prompt_attention import prompt_attention
-from engine.model import packed_attention
+from engine.kernels import packed_attention
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Caches and stores that are not the project's own: subclasses, layouts given by hand, and what release 0.1 allowed."""
+"""Caches and stores that are not the project's own: subclasses and layouts given by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 import caches
 import engine
 from caches import registry
+from caches.layers.layer_spec import PLAIN
 from caches.protocol import Capabilities
-from caches.spec.layer_spec import PLAIN
 from caches.transfer.split_rows import halves
 from configs import PlacedCacheConfig
 
@@ -50,20 +50,6 @@ def test_copies_of_a_subclass_of_two_parts_are_of_that_class():
 
     parts = [Own("own", [PLAIN] * 2, growing) for _ in range(2)]
     assert type(Both(*parts).empty_like()) is Both
-
-
-@pytest.mark.parametrize("base", [caches.Cache, caches.EncoderDecoder, caches.GrowingStore, caches.FixedStore])
-def test_a_class_that_overrides_an_old_name_is_refused(base):
-    with pytest.raises(TypeError, match=r"Old\.rows is called select_rows by now.*rename it"):
-        type("Old", (base,), {"rows": lambda self, index: None})
-
-
-def test_a_protocol_store_that_overrides_an_old_name_is_refused():
-    with pytest.raises(TypeError, match="load_dense"):
-
-        class Old(caches.Store):
-            def load(self, columns):
-                pass
 
 
 @pytest.mark.parametrize("preallocated", [False, True])
@@ -143,36 +129,15 @@ def test_layers_that_were_not_found_yet_have_no_extra_slots_and_no_window(cache)
     assert cache.imposed_window(3) is None
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("pending", lambda cache: cache.stack.pending),
-        ("options", lambda cache: cache.stack.layout.config),
-        ("finds_layers", lambda cache: False),
-        ("step_tokens", lambda cache: 8),
-        ("rotaries", lambda cache: cache.rotations),
-        ("window", lambda cache: 8),
-        ("pads", lambda cache: cache.stack.hook.padding),
-        ("take_layers", lambda cache: cache.stack.bind_layers),
-        ("load_columns", lambda cache: cache.load_keys_and_values),
-        ("copied", lambda cache: cache.extra_slots),
-    ],
-)
-def test_names_of_release_0_1_warn(old, new):
-    cache = caches.build("sink", CONFIG, window_length=8)
-    with pytest.warns(DeprecationWarning, match=f"a cache's {old} is now"):
-        assert getattr(cache, old) == new(cache)
-
-
 def test_a_cache_can_be_renamed():
     cache = caches.build("dynamic", CONFIG)
     cache.name = "own"
     assert cache.name == cache.empty_like().name == "own"
 
 
-def test_the_store_factory_is_asked_for_by_its_new_name():
+def test_a_layout_that_is_given_in_fields_needs_a_store_factory():
     with pytest.raises(TypeError, match="make_store"):
-        caches.Cache("own", [PLAIN], new_store=growing)
+        caches.Cache("own", [PLAIN])
 
 
 class Proxy:

@@ -32,11 +32,11 @@ REGISTRIES = {"caches/backends.py", "caches/quantization/codec.py", "configs/cac
 OTHER_WORDS = {
     ("engine/model/model_sizes.py", "dynamic"),
     ("engine/model/rope_frequencies.py", "dynamic"),
-    ("engine/serving/http/reading.py", "none"),
+    ("engine/server/reading.py", "none"),
     ("engine/model/masks.py", "none"),
     ("engine/model/masks.py", "hybrid"),
-    ("caches/spec/layer_spec.py", "hybrid"),
-    ("caches/spec/layer_spec.py", "sliding_window"),
+    ("caches/layers/layer_spec.py", "hybrid"),
+    ("caches/layers/layer_spec.py", "sliding_window"),
 }
 IN_SHORT = ("dynamic", "offloaded", "quantized", "encoder_decoder", "none")
 OPTIONS = {
@@ -189,8 +189,8 @@ def test_few_bits_of_keys_per_token_warn_once_before_any_work(monkeypatch, caplo
 
 
 def test_a_strategy_under_another_name_has_the_limits_of_the_original(monkeypatch):
-    from engine.serving.http.protocol import ChatRequest
-    from engine.serving.http.reading import Limits, parameters
+    from engine.server.protocol import ChatRequest
+    from engine.server.reading import Limits, parameters
 
     monkeypatch.setattr(strategy_registry, "_strategies", dict(strategy_registry._strategies))
     for strategy in (strategies.Beam, strategies.Contrastive):

@@ -6,14 +6,18 @@ import copy
 import errno
 import gc
 import weakref
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from architectures import tiny_model
 from fallbacks import OutAt, prompt, run
 
+import caches
 import engine
-from caches.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
+from caches.platform.undo import on_failure
 from configs import EngineConfig
 from engine import host_allocator, out_of_memory
 
@@ -133,9 +137,72 @@ def test_what_is_kept_of_an_error_has_no_frames():
     with pytest.raises(RuntimeError) as raised:
         fails()
     assert raised.value.__cause__.__traceback__ is not None
-    error = out_of_memory.without_frames(raised.value)
+    error = without_frames(raised.value)
     assert error.__traceback__ is None
     assert error.__cause__.__traceback__ is None
+
+
+def pinning(error, pinned):
+    held = torch.zeros(10)
+    pinned.append(weakref.ref(held))
+    raise error
+
+
+@pytest.mark.parametrize(("error", "classes"), [(Told("out"), ()), (OSError("full"), (OSError, caches.CacheError))])
+def test_behind_a_block_that_recovers_nothing_is_held(error, classes):
+    pinned = []
+    with recovering(*classes) as outcome:
+        pinning(error, pinned)
+    assert outcome.failure is error
+    assert error.__traceback__ is None
+    assert pinned[0]() is None
+
+
+def test_a_block_that_comes_to_its_end_has_no_failure():
+    with recovering(Exception) as outcome:
+        pass
+    assert outcome.failure is None
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_other_errors_pass_through_a_block_that_recovers_with_their_frames(error):
+    with pytest.raises(type(error)) as raised, recovering(OSError) as outcome:
+        pinning(error, [])
+    assert outcome.failure is None
+    assert "pinning" in [frame.name for frame in raised.traceback]
+
+
+def test_where_the_message_does_not_tell_a_block_recovers_by_its_size():
+    with recovering(size=2**60) as outcome:
+        raise of_onednn()
+    assert is_of_onednn(outcome.failure)
+    with pytest.raises(RuntimeError), recovering():
+        raise of_onednn()
+
+
+def test_an_error_that_is_being_handled_keeps_its_frames():
+    outcome = recovering()
+
+    def fails():
+        try:
+            pinning(ValueError("first"), [])
+        finally:
+            with outcome:
+                pinning(Told("second"), [])
+
+    with pytest.raises(ValueError, match="first") as raised:
+        fails()
+    assert (outcome.failure.__traceback__, outcome.failure.__context__) == (None, raised.value)
+    assert "pinning" in [frame.name for frame in raised.traceback]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), None])
+def test_what_a_failed_block_has_begun_is_undone(error):
+    undone = []
+    with pytest.raises(type(error)) if error else nullcontext(), on_failure(partial(undone.append, "here")):
+        if error:
+            raise error
+    assert undone == (["here"] if error else [])
 
 
 def test_an_error_without_text_has_a_first_line():
@@ -148,7 +215,7 @@ def test_a_library_that_raises_without_text_while_loading(monkeypatch):
     def wordless(*given, **options):
         raise ValueError
 
-    monkeypatch.setattr("engine.model.loading.AutoConfig.from_pretrained", wordless)
+    monkeypatch.setattr("engine.loading.load.AutoConfig.from_pretrained", wordless)
     with pytest.raises(engine.InputError, match=r"no model could be loaded from '.*shipped': ValueError"):
         engine.plan(engine.SHIPPED_MODEL, prompt_tokens=4, max_new_tokens=4)
 

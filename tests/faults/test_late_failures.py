@@ -13,8 +13,8 @@ import caches
 import engine
 from engine.decoding.cancellation import Cancellation
 from engine.decoding.model_session import ModelSession
+from engine.kernels.linear_backend import has_onednn
 from engine.memory.fallbacks import Recovery
-from engine.model.linear_backend import has_onednn
 from strategies import Greedy
 
 BEAMS = {"num_beams": 3, "do_sample": False, "max_new_tokens": NEW}

@@ -17,7 +17,7 @@ import engine
 import engine.request.request
 import strategies
 from engine.decoding.model_session import ModelSession
-from engine.planning.peak_memory import PeakMemory
+from engine.memory.peak_memory import PeakMemory
 from engine.request import strategy
 
 NEW = 6

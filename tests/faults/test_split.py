@@ -12,7 +12,7 @@ import engine
 from caches.protocol import capabilities
 from caches.transfer.split_rows import halves
 from configs import EngineConfig
-from engine.planning.peak_memory import PeakMemory
+from engine.memory.peak_memory import PeakMemory
 
 
 @pytest.mark.parametrize("backend", ["dynamic", "static"])

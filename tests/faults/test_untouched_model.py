@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 import caches
 import engine
-from engine.model import linear_backend
+from engine.kernels import linear_backend
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of

@@ -18,7 +18,7 @@ from helpers import in_terminal
 import caches
 import configs
 import engine
-from engine.model import linear_routes
+from engine.kernels import linear_routes
 
 PROMPT = "import os\n"
 ENGINE = [sys.executable, "-m", "engine.cli"]

@@ -19,7 +19,7 @@ import engine
 import strategies
 from engine.cli.generate import generate
 from engine.cli.values import assignments
-from engine.planning.report import BackendPlan
+from engine.memory.report import BackendPlan
 
 PROMPT = "import os\n"
 HEADINGS = [
@@ -194,7 +194,7 @@ def test_several_prompts_are_a_batch(cli, shipped):
     assert cli(["generate", "-f", "-", "-n", "5"], input=PROMPT).stdout == alone + "\n"
 
 
-def test_old_names_are_aliases(cli):
+def test_long_names_have_short_aliases(cli):
     names = {
         "--num-return-sequences": "--samples", "--prompt-lookup-num-tokens": "--prompt-lookup",
         "--stop-strings": "--stop", "--assistant-model": "--draft", "--num-assistant-tokens": "--draft-tokens",
@@ -285,7 +285,7 @@ def test_a_plan_takes_its_model_as_the_other_commands_do(cli, tmp_path):
 
 
 def test_a_plan_of_too_many_tokens_says_so_at_once(cli, monkeypatch):
-    monkeypatch.setattr("engine.planning.planner.dry_run", lambda *_, **__: pytest.fail("it was rehearsed"))
+    monkeypatch.setattr("engine.memory.planner.dry_run", lambda *_, **__: pytest.fail("it was rehearsed"))
     for tokens in (5000, 100_000_000):
         shown = " ".join(cli(["plan", "--prompt-tokens", str(tokens)]).stdout.split())
         assert f"{tokens:,} prompt tokens and 20 new ones need {tokens + 19:,} positions" in shown

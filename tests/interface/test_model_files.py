@@ -70,7 +70,7 @@ def test_a_gguf_file_without_its_package(tmp_path, monkeypatch):
     gguf_file = tmp_path / "small.gguf"
     gguf_file.touch()
     find = importlib.util.find_spec
-    monkeypatch.setattr(engine.model.loading, "find_spec", lambda name: None if name == "gguf" else find(name))
+    monkeypatch.setattr(engine.loading.load, "find_spec", lambda name: None if name == "gguf" else find(name))
     with pytest.raises(engine.InputError, match="package gguf, which is not installed: pip install gguf"):
         engine.Generator(gguf_file)
 

@@ -11,7 +11,7 @@ pytest.importorskip("playwright", reason="no browser can be run")
 
 from playwright.sync_api import expect, sync_playwright
 
-from engine.serving.http import app
+from engine.server import app
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
@@ -39,7 +39,7 @@ class Server:
         path = urlsplit(route.request.url).path
         if path in app._PAGE:
             name, kind = app._PAGE[path]
-            content = (app.files("engine.serving.http") / "page" / name).read_bytes()
+            content = (app.files("engine.server") / "page" / name).read_bytes()
             route.fulfill(body=content, content_type=kind, headers=app._SAFE)
         elif path == "/v1/models":
             route.fulfill(json={"data": [MODEL]})

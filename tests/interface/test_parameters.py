@@ -15,7 +15,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinNewTokensLengthLogitsProcessor
 from transformers.utils import logging as transformers_logging
 
-import configs
 import engine
 import strategies
 
@@ -314,26 +313,6 @@ def test_a_registered_strategy_takes_options_of_its_own(monkeypatch):
     assert not torch.equal(greedy, second)
     with pytest.raises(engine.OptionError, match="know no input 'rank'"):
         texts(model, ids, strategy="greedy", rank=1)
-
-
-@pytest.mark.parametrize(
-    ("old", "field"),
-    [
-        ("branches", "rows_per_prompt"),
-        ("scored", "scored_rows"),
-        ("verifies", "verifies"),
-        ("needs_draft", "draft"),
-        ("reads_hidden", "hidden_states"),
-    ],
-)
-def test_a_strategy_of_release_0_1_is_refused(old, field):
-    kind = type("Old", (Ranked,), {"name": "old", old: 2})
-    match = rf"with {old}, as in release 0.1: give it a property needs that returns strategies.Needs\({field}=...\)"
-    with pytest.raises(configs.ConfigError, match="^Old is a strategy " + match):
-        strategies.register(kind)
-    with pytest.raises(engine.OptionError, match="^strategy is a Old " + match):
-        texts(*llama(), strategy=kind())
-    assert "old" not in strategies.names()
 
 
 def test_temperature_says_how_to_sample():

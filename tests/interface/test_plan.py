@@ -29,14 +29,14 @@ from transformers import (
 import caches
 import engine
 import engine.request.request
+from engine.memory import plan
 from engine.memory.cache_choice import new_cache
-from engine.planning import plan
-from engine.planning.free_memory import Free, find_free
-from engine.planning.model_footprint import _Inspection, inspect_model
-from engine.planning.peak_memory import FusedAttention, PeakMemory
-from engine.planning.plan import cache_bytes, read_planned_model, usable_caches
-from engine.planning.planner import _FRAGMENTS, Planner, choose
-from engine.planning.report import BackendPlan
+from engine.memory.free_memory import Free, find_free
+from engine.memory.model_footprint import _Inspection, inspect_model
+from engine.memory.peak_memory import FusedAttention, PeakMemory
+from engine.memory.plan import cache_bytes, read_planned_model, usable_caches
+from engine.memory.planner import _FRAGMENTS, Planner, choose
+from engine.memory.report import BackendPlan
 from engine.request.run_shape import RunShape
 from engine.tables import megabytes
 
@@ -332,7 +332,7 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
 def test_limits_of_the_process_count():
     """A file on a disk is mapped, so a limit of addresses is one of what can be kept there."""
     script = (
-        "import resource, torch; from engine.planning.free_memory import find_free; cpu = torch.device('cpu')\n"
+        "import resource, torch; from engine.memory.free_memory import find_free; cpu = torch.device('cpu')\n"
         "found = find_free(cpu); print(found.host, found.disk)\n"
         "for limit, most in ((resource.RLIMIT_DATA, 2**31), (resource.RLIMIT_AS, 2**32)):\n"
         "    resource.setrlimit(limit, (most, -1)); found = find_free(cpu); print(found.host, found.disk)\n"
@@ -349,7 +349,7 @@ def test_limits_of_the_process_count():
 
 
 def test_limits_of_control_groups_count(tmp_path, monkeypatch):
-    from engine.planning import free_memory
+    from engine.memory import free_memory
 
     before = find_free(torch.device("cpu")).host
     [path] = [line.split(":", 2)[2] for line in Path("/proc/self/cgroup").read_text().splitlines()][-1:]
@@ -539,7 +539,7 @@ def test_steps_that_are_computed_token_by_token_are_short(monkeypatch):
         num_hidden_layers=3, vocab_size=100, hidden_size=32, intermediate_size=64, num_attention_heads=4,
         num_key_value_heads=1, attention_window_size=16,
     )  # fmt: skip
-    monkeypatch.setattr("engine.planning.model_footprint._VERY_LONG_STEP", 64)
+    monkeypatch.setattr("engine.memory.model_footprint._VERY_LONG_STEP", 64)
     assert inspect_model(config).working.masked is None
 
 

@@ -114,7 +114,7 @@ def test_wrong_options(cli, options, said):
 
 
 def test_without_the_extra(cli, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("engine.serving.http")]:
+    for name in [name for name in sys.modules if name.startswith("engine.server")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     done = cli(["serve"])

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import engine
-from engine.serving.http.listening import allowed_hosts, host_name
+from engine.server.listening import allowed_hosts, host_name
 
 PROMPT = "def read_lines(path):\n"
 MESSAGES = [{"role": "user", "content": PROMPT}]

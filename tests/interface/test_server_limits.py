@@ -22,10 +22,10 @@ from served import NAME, served
 from starlette.requests import Request
 
 import engine
-from engine.serving.http import connections, gate, texts
-from engine.serving.http.connections import Connection
-from engine.serving.http.listening import allowed_hosts, close, host_name, listen
-from engine.serving.http.texts import LONG_CHARACTERS, Texts
+from engine.server import connections, gate, texts
+from engine.server.connections import Connection
+from engine.server.listening import allowed_hosts, close, host_name, listen
+from engine.server.texts import LONG_CHARACTERS, Texts
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MESSAGES = [{"role": "user", "content": "def read(path):\n"}]
@@ -63,7 +63,7 @@ def test_more_new_tokens_than_there_is_room_for_are_as_many_as_there_is(gen):
 
 
 def test_log_probabilities_of_a_chat_without_a_limit_are_those_that_can_be_written(gen, monkeypatch):
-    monkeypatch.setattr("engine.serving.http.reading.MOST_LOGPROBS_WRITTEN", 30)
+    monkeypatch.setattr("engine.server.reading.MOST_LOGPROBS_WRITTEN", 30)
     body = {"model": NAME, "messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "logit_bias": {"0": -100}}
     with served(gen) as server:
         assert server.http.post(CHAT, json=body).json()["usage"]["completion_tokens"] == 10
@@ -218,7 +218,7 @@ def test_every_answer_has_the_id_of_its_request(server, monkeypatch, caplog):
     assert len(set(ids)) == len(ids)
     for asked, is_taken in (("a-b.c:1/2+3=", True), ("a b", False), ("x" * 129, False)):
         assert (get("/health", headers={"X-Request-ID": asked}).headers["x-request-id"] == asked) is is_taken
-    monkeypatch.setattr("engine.serving.http.app._described", lambda *_: 1 / 0)
+    monkeypatch.setattr("engine.server.app._described", lambda *_: 1 / 0)
     with caplog.at_level(logging.ERROR, "engine"):
         failed = get("/v1/models", headers={"X-Request-ID": "mine"})
     assert (failed.status_code, failed.headers["x-request-id"]) == (500, "mine")
@@ -303,7 +303,7 @@ def test_half_a_request_is_closed_in_time(gen, monkeypatch, number, trickles):
 
 def test_an_answer_that_is_not_read_ends(gen, monkeypatch):
     monkeypatch.setattr(connections, "_READING_S", 0.3)
-    monkeypatch.setattr("engine.serving.http.app._event", lambda written: "data: " + "x" * 2**20 + "\n\n")
+    monkeypatch.setattr("engine.server.app._event", lambda written: "data: " + "x" * 2**20 + "\n\n")
     body = json.dumps({"model": NAME, "prompt": "def f(", "stream": True, "max_tokens": 200, "logit_bias": {"0": -100}})
     with served(gen) as server, opened(server, POST + f"Content-Length: {len(body)}\r\n\r\n{body}".encode()):
         server.wait_for(lambda: server.metric('requests_total{outcome="cancelled"}') == 1)

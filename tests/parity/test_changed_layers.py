@@ -12,8 +12,8 @@ from compiled import AUTO, GREEDY, generator_of, reference
 from torch import nn
 
 import engine
-from engine.model import layer_packages
-from engine.model.layer_chain import LayerChain, are_chained
+from engine.compiling import layer_packages
+from engine.compiling.layer_chain import LayerChain, are_chained
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

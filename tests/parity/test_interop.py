@@ -10,7 +10,7 @@ from transformers import DynamicCache, QuantizedCache, StaticCache
 
 import caches
 import engine
-from caches.transformers_api import follows_rows
+from caches.platform.transformers_api import follows_rows
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

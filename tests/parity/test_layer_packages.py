@@ -16,11 +16,11 @@ from transformers import StoppingCriteriaList
 
 import caches
 import engine
-from caches.machine import cache_folder
+from caches.platform.machine import cache_folder
 from configs import ConfigError
-from engine.model import compiled_layer, layer_packages, package_process
-from engine.model.layer_step import _structure, have_shapes, rows_like
-from engine.model.package_builder import failure_of
+from engine.compiling import compiled_layer, layer_packages, package_process
+from engine.compiling.layer_step import _structure, have_shapes, rows_like
+from engine.compiling.package_builder import failure_of
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

@@ -14,7 +14,7 @@ import caches
 import engine
 import strategies
 from configs import ConfigError
-from engine.model.tensor_parallel import part_of
+from engine.parallel.tensor_parallel import part_of
 
 MOST = [cache for cache in caches.names() if cache not in ("sliding_window", "hybrid")]  # these need other layers
 CELLS = [f"llama {cache}" for cache in MOST] + ["mistral sliding_window", "gemma2 hybrid"]

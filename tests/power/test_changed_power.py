@@ -6,9 +6,9 @@ import changed
 import pytest
 
 import caches
-from caches.spec import read_by
-from caches.spec.model_version import ModelVersion
-from caches.spec.read_by import ReadBy
+from caches.layers import read_by
+from caches.layers.model_version import ModelVersion
+from caches.layers.read_by import ReadBy
 
 _version_of = read_by.model_version
 

@@ -11,8 +11,8 @@ from transformers import LlamaConfig
 
 import caches
 from caches.attention.segmented_tensor import segments_of
-from caches.spec import rope
-from caches.spec.layer_spec import INDEX, KV, STATE, AttentionSpan, LayerSpec
+from caches.layers import rope
+from caches.layers.layer_spec import INDEX, KV, STATE, AttentionSpan, LayerSpec
 from configs import ConfigError, EncoderDecoderCacheConfig
 
 WINDOW, KERNEL, CROSS = 6, 4, 5

@@ -15,7 +15,7 @@ import torch
 from architectures import prompt, tiny_model
 
 import engine
-from engine.model import linear_backend
+from engine.kernels import linear_backend
 from engine.model.model_lock import turn_of
 
 CALLS: list[dict[str, Any]] = [

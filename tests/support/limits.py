@@ -36,7 +36,7 @@ import engine
 from caches.attention import dense_attention
 from caches.quantization import fused_attention
 from engine.host_allocator import give_back_freed_memory
-from engine.planning.plan import cache_bytes
+from engine.memory.plan import cache_bytes
 
 PER_CALL = 6  # limits for the same call, which is run once without any
 LIMITS = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}  # by what counts against them

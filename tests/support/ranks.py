@@ -37,8 +37,8 @@ from transformers import MaxTimeCriteria, StoppingCriteria
 
 import engine
 import strategies
-from caches.spec.fingerprint import fingerprint
-from engine.model.ranks import PeerError
+from caches.layers.fingerprint import fingerprint
+from engine.parallel.ranks import PeerError
 
 SIZE = 2
 NAMES = ("llama", "mistral", "gemma2", "jamba")

@@ -15,11 +15,11 @@ import uvicorn
 from openai import OpenAI
 
 import engine
-from engine.serving.http.app import make_app
-from engine.serving.http.listening import LOOPBACK
-from engine.serving.http.reading import Limits
-from engine.serving.http.server import uvicorn_config
-from engine.serving.http.service import Service
+from engine.server.app import make_app
+from engine.server.listening import LOOPBACK
+from engine.server.reading import Limits
+from engine.server.server import uvicorn_config
+from engine.server.service import Service
 
 NAME = "shipped"
 

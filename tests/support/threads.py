@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 import engine
-from engine.model import linear_backend
+from engine.kernels import linear_backend
 
 _ROUND = {"cache": "quantized", "cache_config": {"residual_length": 8}}
 CALLS: list[dict[str, Any]] = [

@@ -24,7 +24,7 @@ from contract import (
 
 import caches
 from caches.attention.segmented_tensor import plain
-from caches.spec.layer_spec import INDEX, KV
+from caches.layers.layer_spec import INDEX, KV
 
 
 class Trial:

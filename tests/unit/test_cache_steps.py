@@ -8,7 +8,7 @@ from contract import KINDS, WINDOW, build, each_cell, keys_of
 from trial import Trial
 
 import caches
-from caches.spec.layer_spec import AttentionSpan, LayerSpec
+from caches.layers.layer_spec import AttentionSpan, LayerSpec
 from configs import DynamicCacheConfig
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -120,26 +120,3 @@ def test_the_log_follows(growing):
     assert torch.equal(copy.deepcopy(cache).log.ids, cache.log.ids)
     growing.feed(1)  # another loop feeds it
     assert cache.log is None
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "use"),
-    [
-        ("settle", "commit", lambda cache: cache.settle(1)),
-        ("can_drop", "can_reject", lambda cache: cache.can_drop(1)),
-        ("rows", "select_rows", lambda cache: cache.rows(torch.tensor([1, 0, 2]))),
-        ("unfork", "unshare", lambda cache: cache.unfork()),
-        ("take_pads", "set_padding", lambda cache: cache.take_pads(None)),
-        ("seen", "total_tokens", lambda cache: cache.seen),
-        ("encodes", "is_quantized", lambda cache: cache.encodes),
-    ],
-)
-def test_the_names_of_release_0_1_warn(growing, old, new, use):
-    growing.step(3)
-    if old in ("settle", "can_drop"):
-        growing.cache.begin(2)
-        growing.forward(growing.fresh(2))
-    with pytest.warns(DeprecationWarning, match=f"a cache's {old}.* is now {new}"):
-        found = use(growing.cache)
-    assert found == {"can_drop": True, "seen": 3, "encodes": False}.get(old)
-    assert growing.cache.total_tokens == (4 if old == "settle" else 3)

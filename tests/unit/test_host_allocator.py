@@ -15,7 +15,7 @@ PAGES = """
 import ctypes, json, resource
 import psutil, torch
 import engine
-from engine.planning.free_memory import find_free
+from engine.memory.free_memory import find_free
 
 SIZE, BLOCKS = 100_000, 500  # 50 MB, in blocks that glibc takes from the heap
 libc = ctypes.CDLL(None)

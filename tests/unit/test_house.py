@@ -80,15 +80,15 @@ def imports_codec(node):
 @pytest.mark.parametrize(
     ("wanted", "where"),
     [
-        (names_layer_types, {"caches/spec/layer_spec.py"}),
+        (names_layer_types, {"caches/layers/layer_spec.py"}),
         (
             calls_the_model,
             {
-                "engine/model/compiled_step.py",
-                "engine/model/export.py",
-                "engine/model/layer_packages.py",
+                "engine/compiling/compiled_step.py",
+                "engine/export.py",
+                "engine/compiling/layer_packages.py",
                 "engine/model/model_runner.py",
-                "engine/planning/model_footprint.py",
+                "engine/memory/model_footprint.py",
             },
         ),
         (imports_codec, {"caches/quantization/codec.py"}),
@@ -154,23 +154,9 @@ def test_public_names(room):
         assert getattr(room, name) is not None
 
 
-@pytest.mark.parametrize(
-    ("room", "old", "new"),
-    [
-        (engine, "CtrlC", "UserInterrupt"),
-        (engine, "Piece", "StreamChunk"),
-        (caches, "Driven", "EngineCache"),
-        (caches, "move", "migrate"),
-        (strategies, "each", "repeat_rows_index"),
-        (configs, "RUNGS", "FALLBACKS"),
-    ],
-)
-def test_old_names_warn(room, old, new):
-    with pytest.warns(DeprecationWarning, match=f"{room.__name__}.{old} is now {room.__name__}.{new}") as warned:
-        assert getattr(room, old) is getattr(room, new)
-    assert [warning.filename for warning in warned] == [__file__]
-    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
-        room.nonsense  # noqa: B018
+def test_a_name_that_is_imported_on_first_use_has_to_be_one():
+    with pytest.raises(AttributeError, match="module 'engine' has no attribute 'nonsense'"):
+        engine.nonsense  # noqa: B018
 
 
 def test_every_error_has_its_root():

@@ -18,9 +18,9 @@ from transformers import DynamicCache
 import caches
 import configs
 import engine
-from caches import kernel_build, machine
+from caches.platform import kernel_build, machine
 from configs import ConfigError
-from engine.model import package_process
+from engine.compiling import package_process
 
 SOURCE = "int main() {}"
 LAYER = dict.fromkeys(("module", "step_call"))
@@ -116,7 +116,7 @@ def test_a_killed_compilation_keeps_no_one_waiting(folder, compiler):
     """In a process of its own that is killed in the middle of it."""
     compiler(60)
     code = (
-        "import sys, caches.kernel_build as k, pathlib; k._paths = list; "
+        "import sys, caches.platform.kernel_build as k, pathlib; k._paths = list; "
         "k._library(pathlib.Path(sys.argv[1]), 'one')"
     )  # fmt: skip
     process = subprocess.Popen([sys.executable, "-c", code, str(folder / "one.cpp")], start_new_session=True)
@@ -186,7 +186,7 @@ def test_a_build_of_layers_that_does_not_begin_leaves_nothing(fails, tmp_path, m
     def failing(*arguments, **options):
         raise TypeError("cannot pickle it")
 
-    monkeypatch.setattr(f"engine.model.package_process.{fails}", failing)
+    monkeypatch.setattr(f"engine.compiling.package_process.{fails}", failing)
     with pytest.raises(TypeError, match="cannot pickle it"):
         package_process.start_building({tmp_path / "layer.pt2": SimpleNamespace(**LAYER)}, None)
     assert not list(tmp_path.iterdir())

@@ -82,31 +82,23 @@ AS_NAMES = (
 ALLOWED = {
     ("", "staging", "staging"): "public: a key of `Plan`'s bytes_by_place",
     ("", "siblings", "check_siblings"): "the packages that are installed next to each other",
-    ("configs/__init__.py", "rungs", ""): "public names of release 0.1, until 0.3",
-    ("caches/__init__.py", "driven", ""): "public names of release 0.1, until 0.3",
+    ("caches/__init__.py", "driven", "driven"): "a public name",
     ("docs/reference/caches.md", "driven", "::: caches.driven"): "a public name",
-    ("caches/__init__.py", "foreign", "ForeignCache"): "a public name of release 0.1, until 0.3",
     ("caches/hf/classic.py", "pads", ""): "public: an argument of `SinkCache`",
     ("caches/hf/shared_methods.py", "staging", ""): "public: a key of `bytes_by_place`",
-    **{
-        ("caches/hf/shared_methods.py", word, ""): "public names of release 0.1, until 0.3"
-        for word in ("settle", "drop", "pads", "seen", "encodes", "columns")
-    },
-    ("caches/stores/store.py", "settle", "settle"): "a name of release 0.1, until 0.3",
-    ("caches/stores/store.py", "encodes", "encodes"): "a name of release 0.1, until 0.3",
-    ("engine/__init__.py", "face", ""): "public names of release 0.1, until 0.3",
+    ("caches/hf/shared_methods.py", "seen", "seen_tokens"): "a name of transformers' caches",
     ("engine/memory/cache_choice.py", "driven", "driven"): "a public function of `caches`",
     ("", "drop", "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL"): "a name of transformers",
     ("", "leaves", "tree_leaves"): "a function of torch",
     ("", "look", "look_up"): "to look up",
     ("", "look", "_look_ahead"): "contrastive search looks ahead by a token",
-    ("engine/planning/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
-    ("engine/model/export.py", "seen", "seen"): "public: an argument of the exported program",
+    ("engine/memory/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
+    ("engine/export.py", "seen", "seen"): "public: an argument of the exported program",
     ("caches/transfer/export_buffers.py", "seen", "seen"): "public: an argument of the exported program",
-    ("engine/model/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
-    ("engine/model/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("engine/kernels/linear_kernels.cpp", "lane", "lane"): "a lane of a SIMD register",
+    ("engine/kernels/linear_kernels.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
-        (f"engine/model/products/{name}.h", word, ""): "lanes of a SIMD register"
+        (f"engine/kernels/products/{name}.h", word, ""): "lanes of a SIMD register"
         for name in ("vectors", "plain", "panels", "four_bits", "matrix_units", "eight_bits")
         for word in ("lane", "lanes")
     },

@@ -15,8 +15,8 @@ from filelock import FileLock
 from rich.progress import Progress
 
 from engine.cli.progress import Work
-from engine.model import linear_backend, linear_routes
-from engine.model.linear_routes import ALL_TORCH
+from engine.kernels import linear_backend, linear_routes
+from engine.kernels.linear_routes import ALL_TORCH
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 

@@ -15,12 +15,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
 
 import engine
-from caches.torch_api import pack_int4
-from engine.model import linear_backend, linear_kernels, linear_routes, low_bit_linears, package_builder
-from engine.model.layer_step import LayerStep, Place
-from engine.model.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
-from engine.model.linear_kernels import join_products, kernels
-from engine.model.linear_routes import ALL_TORCH
+from caches.platform.torch_api import pack_int4
+from engine.compiling import package_builder
+from engine.compiling.layer_step import LayerStep, Place
+from engine.kernels import linear_backend, linear_kernels, linear_routes, low_bit_linears
+from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
+from engine.kernels.linear_kernels import join_products, kernels
+from engine.kernels.linear_routes import ALL_TORCH
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
@@ -406,11 +407,6 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch, tmp_path):
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
     assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).routes == {(8, 8): [None] * 6}
-
-
-def test_the_old_name_of_the_kernel():
-    with pytest.warns(DeprecationWarning, match="now part of 'auto'"):
-        assert engine.EngineConfig(linears="gemv").linears == "auto"
 
 
 @needs_kernels

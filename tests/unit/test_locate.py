@@ -15,8 +15,8 @@ from architectures import tiny_model
 from huggingface_hub import constants
 
 import engine
-from engine.model.location import locate
-from engine.planning.free_memory import find_free
+from engine.loading.location import locate
+from engine.memory.free_memory import find_free
 
 UNREACHABLE = "http://127.0.0.1:9"
 FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -111,7 +111,7 @@ def test_a_hub_that_does_not_answer_is_not_waited_for(hub, monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", waits)
-    monkeypatch.setattr("engine.model.location._TIMEOUT_S", 0.2)
+    monkeypatch.setattr("engine.loading.location._TIMEOUT_S", 0.2)
     began = time.perf_counter()
     with pytest.raises(engine.InputError, match="cannot be reached"):
         locate("some/model")
@@ -131,7 +131,7 @@ def test_what_is_in_the_local_cache_needs_no_hub(hub, monkeypatch):
     assert Path(locate("me/tiny")).parent.parent.name == "models--me--tiny"
     attempts = []
     monkeypatch.setattr(socket, "create_connection", lambda *where, **_: attempts.append(where[0]) or 1 / 0)
-    monkeypatch.setattr("engine.model.location._answers", lambda endpoint: False)
+    monkeypatch.setattr("engine.loading.location._answers", lambda endpoint: False)
     generator = engine.Generator("me/tiny")
     assert generator.generate("import os\n", max_new_tokens=3).stats.new_tokens == 3
     assert attempts == []
@@ -208,7 +208,7 @@ def test_a_configuration_that_does_not_fit(fields, message, tmp_path):
 
 def test_weights_that_are_missing_are_told(tmp_path, monkeypatch):
     warnings = []
-    monkeypatch.setattr("engine.model.loading.warn_once", warnings.append)
+    monkeypatch.setattr("engine.loading.load.warn_once", warnings.append)
     engine.Generator(engine.SHIPPED_MODEL)
     assert warnings == []
     layers = json.loads((engine.SHIPPED_MODEL / "config.json").read_text())["num_hidden_layers"]

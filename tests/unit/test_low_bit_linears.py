@@ -22,9 +22,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import caches
 import engine
-from engine.model import linear_routes, low_bit_linears
-from engine.model.linear_kernels import has_matrix_units, kernels
-from engine.model.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
+from engine.kernels import linear_routes, low_bit_linears
+from engine.kernels.linear_kernels import has_matrix_units, kernels
+from engine.kernels.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
 from engine.warn_once import warn_once
 
 
@@ -157,7 +157,7 @@ def test_products_without_matrix_units(tmp_path):
     if kernels() is None or not has_matrix_units():
         pytest.skip("there are none: the other tests are without them")
     environment = os.environ | {"CXX": "c++ -mno-amx-bf16", "KVENGINE_CACHE": str(tmp_path)}
-    module = "from engine.model.linear_kernels import has_matrix_units, kernels"
+    module = "from engine.kernels.linear_kernels import has_matrix_units, kernels"
     code = f"{module}; assert kernels() is not None; assert not has_matrix_units()"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "products_in_float32"]

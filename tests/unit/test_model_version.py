@@ -11,11 +11,11 @@ import torch
 from architectures import ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES, randomised, tiny_model
 from torch import nn
 
-from caches.spec import fingerprint as fingerprints
-from caches.spec.fingerprint import differences, fingerprint
-from caches.spec.model_version import model_version
-from caches.spec.read_by import ReadBy
-from engine.model.low_bit_linears import convert_linears
+from caches.layers import fingerprint as fingerprints
+from caches.layers.fingerprint import differences, fingerprint
+from caches.layers.model_version import model_version
+from caches.layers.read_by import ReadBy
+from engine.kernels.low_bit_linears import convert_linears
 
 _LLAMA = ARCHITECTURES["llama"][1]
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}

@@ -15,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import engine
 from caches.attention import prompt_attention
-from engine.model import layer_attention, packed_attention
+from engine.compiling import layer_attention
+from engine.kernels import packed_attention
 
 HEADS, GROUPS, WIDTH, COLUMNS = 6, 3, 16, 40
 

@@ -22,9 +22,9 @@ from places import ROOMS, ROOT
 from torch import nn
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
 
-from caches import torch_api, transformers_api
+from caches.platform import torch_api, transformers_api
 
-MODULES = {"caches/torch_api.py": torch_api, "caches/transformers_api.py": transformers_api}
+MODULES = {"caches/platform/torch_api.py": torch_api, "caches/platform/transformers_api.py": transformers_api}
 OF_PYTHON = {"sys._getframe"}
 NO_NAMES = {"endswith", "startswith", "removesuffix", "removeprefix"}  # methods whose arguments are parts of names
 FOREIGN = (torch, torch.Tensor, nn.Module, transformers.PreTrainedModel, transformers.PreTrainedConfig,

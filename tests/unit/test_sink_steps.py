@@ -10,7 +10,7 @@ from exact_codecs import AsTheyAre
 
 import caches
 from caches import backends
-from caches.spec.rope import RopeRotation
+from caches.layers.rope import RopeRotation
 from engine.model.columns import Columns
 
 
@@ -20,7 +20,7 @@ class Feeder:
     def __init__(self, pads, window=7, sinks=2, backend="sink", residual=2):
         self.window, self.sinks, self.pads = window, sinks, list(pads)
         self.rotation = RopeRotation((1.0, 0.3), interleaved=True)
-        spec = dataclasses.replace(caches.spec.layer_spec.PLAIN, rotation=lambda: self.rotation)
+        spec = dataclasses.replace(caches.layers.layer_spec.PLAIN, rotation=lambda: self.rotation)
         self.backend, chosen = backend, caches.recipe(backend)
         self.options = {"window_length": window, "num_sink_tokens": sinks, "max_batch_size": 6}
         if backend == "quantized_sink":

@@ -11,7 +11,7 @@ from packaging.version import Version
 from places import ROOT
 from transformers.utils import import_utils
 
-from caches import heavy_imports
+from caches.platform import heavy_imports
 
 USED_BY_NO_PLAIN_CALL = {
     "functorch", "hqq", "networkx", "optimum", "pandas", "peft", "rich", "scipy", "sklearn",

@@ -1,0 +1,1 @@
+"""What is below: torch, transformers, accelerate, the machine and its compiler."""

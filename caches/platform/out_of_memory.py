@@ -1,0 +1,97 @@
+"""Recognizes errors of failed allocations, by class or, for plain RuntimeErrors, by the exact message.
+
+`recovering` is how a run goes on after one.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from types import TracebackType
+
+import torch
+
+# The beginnings of messages of torch and its libraries for plain RuntimeErrors.
+_MESSAGES = re.compile(
+    r"(\[enforce fail at \S+:\d+\] .{0,40})?DefaultCPUAllocator: (can't allocate|not enough) memory"
+    r"|MPS backend out of memory"
+    r"|(CUDA|HIP|XPU)( driver)? error: out of memory"
+    r"|CUDA error: (CU|HIP)BLAS_STATUS_ALLOC_FAILED"
+    r"|cuDNN error: CUDNN_STATUS_(ALLOC|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION)_FAILED"
+    r"|(std::bad_alloc|bad allocation)( \(originally from .*)?$"
+    r"|unable to mmap \d+ bytes .*: Cannot allocate memory \(12\)$"
+)
+# oneDNN's messages are the same for a failed allocation and for an unsupported operation.
+_ONEDNN_MESSAGES = ("could not create a memory object", "could not create a primitive", "could not execute a primitive")
+
+
+def is_out_of_memory(error: BaseException, size: int = 0) -> bool:
+    """Whether `error` is a failed allocation, on a device or in host memory.
+
+    size: bytes that may have been requested. Where the message is ambiguous (oneDNN), an allocation of `size` bytes is
+    tried; with 0 the answer is no.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if is_of_onednn(error):
+        return size > 0 and not _is_free(size)
+    return isinstance(error, RuntimeError) and _MESSAGES.match(str(error).strip()) is not None
+
+
+class recovering:
+    """A block that ends where memory is out, and at errors of `classes`; other errors pass through it.
+
+        with recovering(CacheError) as outcome:
+            return branch(cache)
+        make_room(outcome.failure)
+
+    What recovers comes after the block: while an error is handled, its frames refer to the tensors that filled the
+    memory. failure: the error without its frames; None where the block came to its end. size: see `is_out_of_memory`.
+    """
+
+    def __init__(self, *classes: type[BaseException], size: int = 0):
+        self._classes, self._size = classes, size
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> recovering:
+        self._handled = sys.exc_info()[1]  # its frames are those of its handler
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        handled, self._handled = self._handled, None
+        if error is None or not (isinstance(error, self._classes) or is_out_of_memory(error, self._size)):
+            return False
+        self.failure = without_frames(error, handled)
+        return True
+
+
+def without_frames(error: BaseException, handled: BaseException | None = None) -> BaseException:
+    """The error itself without its tracebacks, which hold on to everything that the failed step had made.
+
+    handled: an error in whose handling it was raised, which keeps its own.
+    """
+    left: list[BaseException | None] = [error]
+    known = {id(handled)}
+    while left:
+        one = left.pop()
+        if one is not None and id(one) not in known:
+            known.add(id(one))
+            one.__traceback__ = None
+            left += [one.__cause__, one.__context__]
+    return error
+
+
+def is_of_onednn(error: BaseException) -> bool:
+    """Whether it is one of oneDNN's ambiguous errors."""
+    return isinstance(error, RuntimeError) and str(error).strip() in _ONEDNN_MESSAGES
+
+
+def _is_free(size: int) -> bool:
+    try:
+        torch.empty(size, dtype=torch.uint8, device="cpu")
+    except (RuntimeError, MemoryError):
+        return False
+    return True

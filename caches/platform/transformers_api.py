@@ -1,0 +1,234 @@
+"""Every private name of transformers and accelerate that the project uses, one function each; here and nowhere else.
+
+All are in transformers 5.17 to 5.23 and accelerate 1.x; where releases differ, the function says so.
+`tests/unit/test_private_names.py` calls each of them on the installed release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+
+
+def records_outputs(hook: Any) -> bool:
+    """Whether a hook of a module is transformers' own, which records outputs where a call asks for them."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def attn_implementation(config: PreTrainedConfig) -> str | None:
+    """Which attention a model computes: "sdpa", "eager", ...; None where a configuration does not say."""
+    return config._attn_implementation
+
+
+def rank_count(model: PreTrainedModel) -> int:
+    """How many processes transformers has split a model's weights over (tensor parallel)."""
+    return getattr(model, "_tp_size", None) or 1
+
+
+def plan_name(name: str) -> str:
+    """The name of a module in transformers' plans, where * is the number of a layer."""
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def rank_mesh(model: PreTrainedModel) -> Any:
+    """The device mesh of the ranks of such a model: the only dimension in 5.17, one of several in later releases."""
+    mesh = model._device_mesh
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+def supports_attention_backend(model: PreTrainedModel) -> bool:
+    """Whether a model's attention is a function that can be replaced, which takes 4D masks as they are."""
+    return model._supports_attention_backend
+
+
+def supports_default_dynamic_cache(model: PreTrainedModel) -> bool:
+    """Whether transformers' `generate` gives a model a `DynamicCache`, not a cache of the model's own class."""
+    return model._supports_default_dynamic_cache()
+
+
+def can_compile_fullgraph(model: PreTrainedModel) -> bool:
+    """Whether transformers marks a model as one whose decode step can be one graph."""
+    return model._can_compile_fullgraph
+
+
+def model_from_config(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model of class `kind` with new weights. options: `dtype`, `attn_implementation`, ..."""
+    return kind._from_config(config, **options)
+
+
+def accelerate_hook(module: Any) -> Any:
+    """The hook by which accelerate brings weights and inputs of a module together; None where there is none."""
+    return getattr(module, "__dict__", {}).get("_hf_hook")  # a module takes longer to say that it has none
+
+
+def default_generation_params() -> dict[str, Any]:
+    """The values that transformers gives parameters of `GenerationConfig` which are None in a call and its model."""
+    return GenerationConfig._get_default_generation_params()
+
+
+def prepare_generation_config(
+    model: PreTrainedModel, config: GenerationConfig | None, /, **options: Any
+) -> tuple[GenerationConfig, dict[str, Any]]:
+    """All parameters of a call: `options` before `config` before the model's own; and `options` that are no parameters.
+
+    Raises `ValueError`, `TypeError` and `AttributeError` for values that transformers refuses.
+    """
+    return model._prepare_generation_config(config, **options)
+
+
+class SpecialTokens(NamedTuple):
+    """Ids as tensors on the model's device, None for tokens that a model does not have.
+
+    eos: [ids]. pad: a scalar. decoder_start: a scalar, or [rows]; for encoder-decoder models.
+    """
+
+    eos: torch.Tensor | None
+    pad: torch.Tensor | None
+    decoder_start: torch.Tensor | None
+
+
+def prepare_special_tokens(
+    model: PreTrainedModel, config: GenerationConfig, has_mask: bool, device: torch.device, rows: int
+) -> None:
+    """Add to `config` what `special_tokens` reads. has_mask: False warns where the mask cannot be inferred.
+
+    Raises `ValueError` where an encoder-decoder model has no token to begin with.
+    """
+    model._prepare_special_tokens(config, has_mask, device=device, batch_size=rows)
+
+
+def special_tokens(config: GenerationConfig) -> SpecialTokens:
+    """The special tokens of a configuration that was given to `prepare_special_tokens`."""
+    return SpecialTokens(config._eos_token_tensor, config._pad_token_tensor, config._decoder_start_token_tensor)
+
+
+def prepare_generated_length(
+    model: PreTrainedModel, config: GenerationConfig, inputs: torch.Tensor, tokens: int, given: set[str]
+) -> None:
+    """Set `max_length` and `min_length` of `config` from `max_new_tokens` and `min_new_tokens`.
+
+    inputs: ids [rows, tokens] or embeddings [rows, tokens, width]. tokens: of the ids. given: which of "max_length"
+    and "min_length" were chosen.
+    """
+    model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length="max_length" not in given,
+        has_default_min_length="min_length" not in given,
+        model_input_name="input_ids" if inputs.ndim == 2 else "inputs_embeds",
+        input_ids_length=tokens,
+        inputs_tensor=inputs,
+    )
+
+
+def prepare_attention_mask(model: PreTrainedModel, ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """The mask [rows, tokens] that transformers infers from pad ids; see `prepare_special_tokens`."""
+    return model._prepare_attention_mask_for_generation(ids, config, {})
+
+
+def prepare_model_inputs(
+    model: PreTrainedModel, bos_id: int | None, model_kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, str, dict[str, Any]]:
+    """What an encoder reads, its name, and the other inputs. Without any: `bos_id`, or ids below 0."""
+    return model._prepare_model_inputs(None, bos_id, model_kwargs)
+
+
+def prepare_decoder_input_ids(
+    model: PreTrainedModel, rows: int, name: str, model_kwargs: dict[str, Any], start: Any, device: torch.device
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The ids [rows, tokens] that a decoder begins with, and `model_kwargs` without them.
+
+    name: of what the encoder reads. start: `SpecialTokens.decoder_start`.
+    """
+    return model._prepare_decoder_input_ids_for_generation(
+        batch_size=rows, model_input_name=name, model_kwargs=model_kwargs, decoder_start_token_id=start, device=device
+    )
+
+
+def prepare_encoder_kwargs(
+    model: PreTrainedModel, config: GenerationConfig, name: str, inputs: torch.Tensor, model_kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """`model_kwargs` with the outputs of the model's encoders; what was encoded before stays.
+
+    inputs: what an encoder reads, called `name`. In 5.17 the encoder of encoder-decoder models alone; media of other
+    models are encoded in their forward there.
+    """
+    prepare = getattr(model, "_maybe_prepare_encoder_kwargs_for_generation", None)
+    if prepare is None:  # 5.17
+        if not model.config.is_encoder_decoder or "encoder_outputs" in model_kwargs:
+            return model_kwargs
+        prepare = model._prepare_encoder_decoder_kwargs_for_generation
+    found = prepare(inputs, model_kwargs, model_input_name=name, generation_config=config)
+    if not found.get("mm_encoder_outputs", True):  # of a prompt of text alone
+        found = {name: value for name, value in found.items() if name != "mm_encoder_outputs"}
+    return found
+
+
+def has_own_position_ids(model: PreTrainedModel) -> bool:
+    """Whether a model's class overrides how position ids are prepared (multimodal rotary embeddings)."""
+    usual = GenerationMixin._prepare_position_ids_for_generation
+    return type(model)._prepare_position_ids_for_generation is not usual
+
+
+def prepare_position_ids(
+    model: PreTrainedModel, inputs: torch.Tensor, model_kwargs: dict[str, Any]
+) -> torch.Tensor | None:
+    """The position ids of a prompt; None for models that take none. inputs: ids or embeddings."""
+    return model._prepare_position_ids_for_generation(inputs, model_kwargs)
+
+
+def update_model_kwargs(model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """`model_kwargs` for the next forward: masks, token types and positions are one token longer."""
+    return model._update_model_kwargs_for_generation(
+        outputs, model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
+    )
+
+
+def logits_processors(model: PreTrainedModel, config: GenerationConfig, **arguments: Any) -> LogitsProcessorList:
+    """The logits processors that `config` asks for, in transformers' order, with those that the call gives.
+
+    arguments: `input_ids_seq_length`, `encoder_input_ids`, `logits_processor`, `prefix_allowed_tokens_fn`, `device`,
+    `model_kwargs`. Raises `ValueError` and `TypeError` for values that transformers refuses.
+    """
+    return model._get_logits_processor(generation_config=config, **arguments)
+
+
+def stopping_criteria(
+    model: PreTrainedModel, config: GenerationConfig, given: StoppingCriteriaList, tokenizer: Any
+) -> StoppingCriteriaList:
+    """The stopping criteria that `config` asks for, and `given`."""
+    return model._get_stopping_criteria(config, given, tokenizer)
+
+
+def constraint_of(processor: Any) -> Callable[[int, torch.Tensor], list[int]]:
+    """The function that a `PrefixConstrainedLogitsProcessor` asks which tokens may come next."""
+    return processor._prefix_allowed_tokens_fn
+
+
+def quantized_parts(layer: Any) -> list[Any]:
+    """What a quantized layer of a cache holds beside its exact tokens: codes, and an index of rows not applied yet."""
+    return [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values", "_pending_beam_idx")]
+
+
+def quantized_rows(layer: Any) -> int:
+    """Rows of such a layer after its first update."""
+    codes, _, pending = quantized_parts(layer)
+    if pending is not None:
+        return len(pending)
+    tensor, meta = codes if isinstance(codes, tuple) else (codes, None)
+    return (meta["shape"] if isinstance(meta, dict) else tensor.shape)[0]
+
+
+def follows_rows(layer: Any) -> bool:
+    """Whether `reorder_cache` of a quantized layer reorders its codes: that of 5.17 leaves them as they are."""
+    return hasattr(layer, "_pending_beam_idx") or "reorder_cache" in vars(type(layer))

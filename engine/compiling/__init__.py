@@ -1,0 +1,1 @@
+"""Compiled decode steps: layers, and whole steps in one graph."""

@@ -1,0 +1,229 @@
+"""`CompiledLayer`: one layer of a model and the compiled code of its step, which is compared with the layer itself."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from caches.platform.torch_api import buffers_of, load_package, parameters_of, tree_flatten, tree_leaves, tree_unflatten
+from engine.compiling.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
+from engine.compiling.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
+from engine.compiling.package_builder import LAYER
+
+Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+Attentions: TypeAlias = Callable[[Sequence["CompiledLayer"], Any], Sequence[Compute | None]]
+"""Attention of some layers, which are computed next, given the mask of all of them; None where they are open."""
+
+
+class OtherInputs(Exception):
+    """Layers are called with other tensors than those that their code was compiled for."""
+
+
+class CompiledLayer:
+    """Layer number `index` of a model.
+
+    A `recording` forward sets `call`, which stays None unless there was exactly one, and `returned`. `bind` takes them.
+    It sets the path of the `package`, `step_call` for its `LayerStep`, and `mask_place`: the position or the name of
+    the argument that is the mask. `load` makes the code ready.
+    """
+
+    def __init__(self, module: nn.Module, index: int):
+        self.module, self.index = module, index
+        self._own_forward = module.forward
+        self.call: Call | None = None
+        self.returned: Any = None
+        self.step_call: Call | None = None
+        self.mask_place: int | str | None = None
+        self.package = Path()
+        self.weights: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._open: OpenCache | None = None
+        self._attention: LayerAttention | None = None
+        self._code: Code | None = None
+        self._inputs: list[Shape] = []  # of the tensors that the code takes: those of the call
+        self._result: tuple[list[Any], Any] | None = None  # what it returns, flattened; None for a tensor
+
+    def recording(self, handle: Any) -> Callable[..., Any]:
+        """A forward that records its call. handle: the argument for the cache. It may raise `OptionError`."""
+        calls: list[Call] = []
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            self.call = calls[0] if len(calls) == 1 else None
+            self._open = OpenCache(handle, self.index)
+            self.returned = self._open.watch(self._own_forward, *_exchanged(args, kwargs, handle, self._open))
+            return self.returned
+
+        return self._in_this_thread(forward)
+
+    def bind(self, handle: Any, package_of: Callable[[LayerStep], Path]) -> bool:
+        """Take the recorded call; False where it does not attend to the cache, or to more than that.
+
+        Raises `OptionError` where it cannot be compiled.
+        """
+        assert self.call is not None
+        assert self._open is not None
+        (args, kwargs), open_cache = self.call, self._open
+        self.call = self.returned = self._open = None
+        if len(open_cache.calls) != 1 or open_cache.is_used_otherwise:
+            return False
+        [known] = open_cache.calls
+        mask, self.mask_place = _named_mask(self._own_forward, args, kwargs)
+        if known.mask is not mask:
+            return False
+        self._attention = known.attention
+        args, kwargs = _exchanged(args, kwargs, handle, Place.CACHE)
+        self.step_call = _with(args, kwargs, self.mask_place, Place.MASK)
+        step = LayerStep(self.module, self.step_call)
+        self.package, self._inputs = package_of(step), step.shapes
+        return True
+
+    def discard_call(self) -> None:
+        """Free the tensors of the recorded call."""
+        self.step_call = None
+
+    def load(self) -> None:
+        """Load the package and bind it to this layer's weights, without a copy of them. The operators that it calls
+        have to be there."""
+        self.discard_call()
+        self.weights = [tensor.detach() for tensor in self._present_weights()]
+        self._addresses = [tensor.data_ptr() for tensor in self.weights]
+        named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
+        self._code = load_package(
+            str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
+        )
+
+    @property
+    def known_attention(self) -> LayerAttention:
+        """How it calls attention, after `bind`."""
+        assert self._attention is not None
+        return self._attention
+
+    @property
+    def has_its_weights(self) -> bool:
+        """Whether the layer's weights are still where the code reads them."""
+        return self._addresses == [tensor.data_ptr() for tensor in self._present_weights()]
+
+    def _present_weights(self) -> Iterator[torch.Tensor]:
+        for module in self.module.modules():
+            for kept in (parameters_of(module), buffers_of(module)):
+                yield from (tensor for tensor in kept.values() if tensor is not None)
+
+    def inputs_of(self, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Any]:
+        """The tensors of a call, and its mask. Raises `OtherInputs` for tensors that the code cannot take."""
+        mask, place = None, self.mask_place
+        if isinstance(place, str):
+            mask = kwargs.get(place)
+            kwargs = {name: one for name, one in kwargs.items() if name != place}
+        elif place is not None and place < len(args):
+            mask, args = args[place], (*args[:place], *args[place + 1 :])
+        inputs = list(tensors_of((*args, *kwargs.values())))
+        if not have_shapes(inputs, self._inputs, open_size(inputs[0])[1]):
+            raise OtherInputs
+        return inputs, mask
+
+    def compute(self, inputs: list[torch.Tensor], attention: Compute | None) -> list[torch.Tensor]:
+        """What the code returns for the tensors of a call."""
+        assert self._code is not None
+        return run(self._code, inputs, attention)
+
+    def computing(self, attentions: Attentions) -> Callable[..., Any]:
+        """A forward that runs the code."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs, mask = self.inputs_of(args, kwargs)
+            [attention] = attentions([self], mask)
+            out = self.compute(inputs, attention)
+            return out[0] if self._result is None else _filled(self._result, _present(out))
+
+        return self._in_this_thread(forward)
+
+    def comparing(self, handle: Any, errors: list[float]) -> Callable[..., Any]:
+        """The layer's own forward, which appends to `errors` by how much what the code computes differs."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            inputs, _ = self.inputs_of(args, kwargs)
+            cache = OpenCache(handle, self.index)
+            result = cache.watch(self._own_forward, *_exchanged(args, kwargs, handle, cache))
+            [known] = cache.calls
+            self._result = None if isinstance(result, torch.Tensor) else tree_flatten(result)
+            given: list[torch.Tensor] = []
+            out = _present(self.compute(inputs, partial(_repeated, known, given)))
+            expected = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            pairs = zip([*out, *given], [*expected, *known.inputs], strict=True)
+            errors.append(max(_difference(one, other) for one, other in pairs))
+            return result
+
+        return self._in_this_thread(forward)
+
+    def _in_this_thread(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute` in this thread, the layer's own forward for other callers of the model."""
+        thread = threading.get_ident()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            own = threading.get_ident() != thread
+            return (self._own_forward if own else compute)(*args, **kwargs)
+
+        return forward
+
+
+def attentions_with(handle: Any) -> Attentions:
+    """Those of a step, which update the cache that is the model's argument `handle`."""
+
+    def attentions(layers: Sequence[CompiledLayer], mask: Any) -> Sequence[Compute | None]:
+        return attentions_of([layer.known_attention for layer in layers], handle, mask)
+
+    return attentions
+
+
+def _repeated(known: AttentionCall, given: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """What attention has found before. given: takes the tensors of this call."""
+    given += [one.clone() for one in inputs]
+    return known.found
+
+
+def _exchanged(args: Any, kwargs: Any, one: Any, other: Any) -> Call:
+    """The arguments with `other` in place of `one`."""
+    return (tuple(other if value is one else value for value in args),
+            {name: other if value is one else value for name, value in kwargs.items()})  # fmt: skip
+
+
+def _with(args: Any, kwargs: Any, place: int | str | None, value: Any) -> Call:
+    """The arguments with `value` at this place."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: value}
+    return tuple(value if position == place else one for position, one in enumerate(args)), kwargs
+
+
+def _named_mask(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int | str | None]:
+    """The argument `attention_mask` of a call, and its place; None where it has none."""
+    name = "attention_mask"
+    if name in kwargs:
+        return kwargs[name], name
+    names = list(inspect.signature(forward).parameters)[: len(args)]
+    return (args[names.index(name)], names.index(name)) if name in names else (None, None)
+
+
+def _present(results: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The tensors among the results of a package, which has None where a layer returns None."""
+    return [one for one in results if one is not None]
+
+
+def _filled(result: tuple[list[Any], Any], tensors: list[torch.Tensor]) -> Any:
+    """A flattened result of a layer, with other tensors."""
+    given = iter(tensors)
+    return tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in result[0]], result[1])
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The relative difference of two tensors; NaN where they are not numbers."""
+    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))

@@ -1,0 +1,1 @@
+"""Products and attention of this package's kernels on a CPU, and which of them is used."""

@@ -1,0 +1,103 @@
+"""Products with the weights of a linear layer, in C++ kernels (float32 inputs on a CPU).
+
+They are compiled on first use, in about 5 s, once per machine. Without a compiler there are none.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import library
+
+from caches.platform.kernel_build import Operators
+
+
+def kernels() -> Any:
+    """The operators of `linear_kernels.cpp`; None if they cannot be compiled. Traceable after one call."""
+    return _OPERATORS.or_none()
+
+
+def join_products(graph: torch.fx.Graph) -> None:
+    """Let products of the same input be one call: threads start and end together once, not for each of them."""
+    if kernels() is None:
+        return
+    targets = _products()
+    groups = defaultdict(list)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in targets and all(map(_is_given, _weights(node))):
+            groups[node.target, _input(node), _options(node)].append(node)
+    for nodes in groups.values():
+        if len(nodes) > 1:
+            _join(graph, nodes)
+
+
+def has_matrix_units() -> bool:
+    """Whether the kernels, once loaded, multiply codes of 8 and 4 bits by the processor's matrix units (Intel AMX)."""
+    return bool(torch.ops.kvengine.matrix_units())
+
+
+def _make_traceable() -> None:
+    for product in _products():
+        library.register_fake(product, _empty_product)
+
+
+def _products() -> list[Any]:
+    operators = torch.ops.kvengine
+    return [operators.linears.default, operators.int8_linears.default, operators.int4_linears.default]
+
+
+def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+def _weights(node: torch.fx.Node) -> list[Any]:
+    """The tensors that a product has in lists, of one element each before it is joined with others."""
+    return [one for tensors in node.args[1:] if isinstance(tensors, list) for one in tensors]
+
+
+def _input(node: torch.fx.Node) -> Any:
+    """What the input is: each product has a view of its own of the same tensor."""
+    view: Any = node.args[0]
+    is_view = view.op == "call_function" and view.target in (
+        torch.ops.aten.reshape.default,
+        torch.ops.aten.view.default,
+    )
+    return (view.args[0], str(view.args[1])) if is_view else view
+
+
+def _options(node: torch.fx.Node) -> tuple[Any, ...]:
+    return tuple(one for one in node.args[1:] if not isinstance(one, list))
+
+
+def _is_given(tensor: Any) -> bool:
+    """Whether it is there before the first product."""
+    return tensor.op in ("placeholder", "get_attr")
+
+
+def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
+    """One product in place of `nodes`, with a slice of its outputs for each."""
+    weights = map(list, zip(*map(_weights, nodes), strict=True))
+    arguments = (nodes[0].args[0], *weights, *_options(nodes[0]))
+    with graph.inserting_before(nodes[0]):
+        joined = _call(graph, nodes[0].target, arguments)
+        begin = 0
+        for node in nodes:
+            axis, outs = node.meta["val"].dim() - 1, node.meta["val"].shape[-1]
+            end = begin + outs
+            node.replace_all_uses_with(_call(graph, torch.ops.aten.slice.Tensor, (joined, axis, begin, end)))
+            begin = end
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _call(graph: torch.fx.Graph, target: Any, arguments: tuple[Any, ...]) -> torch.fx.Node:
+    call, values = graph.call_function(target, arguments), torch.fx.map_arg(arguments, lambda node: node.meta["val"])
+    call.meta["val"] = target(*values)
+    call.meta["eager_input_vals"] = (values, {})  # the compiler keeps these strides, which the kernels need
+    return call
+
+
+_OPERATORS = Operators(Path(__file__).with_suffix(".cpp"), "The fastest product of linear layers", _make_traceable)

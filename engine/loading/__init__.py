@@ -1,0 +1,1 @@
+"""Where a model comes from: a folder, a hub id, a GGUF file, an adapter."""

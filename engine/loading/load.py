@@ -1,0 +1,220 @@
+"""Loads models and tokenizers, and unwraps models that were given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.utils import find_adapter_config_file
+
+from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.torch_api import inside_compiled
+from configs import EngineConfig
+from engine.errors import EngineError, InputError, OptionError
+from engine.loading.location import ADAPTER, GGUF, locate
+from engine.loading.placement import check_here, read_dtype
+from engine.out_of_memory import first_line, in_words
+from engine.parallel.tensor_parallel import arguments_of_part
+from engine.warn_once import warn_once
+
+_IN_WORDS = (OSError, ValueError, ImportError, SafetensorError)  # whose texts say what happened
+
+SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
+"""The folder of the package's small model, a Llama trained on Python's standard library."""
+
+
+def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
+    """(model, tokenizer), loaded if `model` is a local path or a hub id; else the model without its wrappers.
+
+    tokenizer: None loads the model's. Raises `InputError` if `model` is neither or cannot be loaded, `OptionError` for
+    an unknown data type and a missing device.
+    """
+    if not isinstance(model, (str, Path)):
+        if config.tp > 1:
+            raise OptionError(f"tp={config.tp} is about how a model is loaded, and this one is: give its path")
+        return unwrapped(model), tokenizer
+    dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
+    check_here(config.device_map)
+    model, trust = _source(model)
+    trust["trust_remote_code"] = config.trust_remote_code  # without a value, transformers asks on standard input
+    remedy = (
+        "which may not run by default: read that code, then load the model with Generator(..., "
+        "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
+    )
+    with _errors_in_one_line(model, remedy):
+        where: dict[str, Any] = {"device_map": config.device_map}
+        try:
+            model_config = AutoConfig.from_pretrained(model, **trust)
+            kind = auto_class(model_config)
+        except ValueError:  # an adapter's folder has the model's name in another file
+            model_config, kind = None, AutoModelForCausalLM
+        if tokenizer is None:
+            with _errors_of_tokenizer(model):
+                tokenizer = _load_tokenizer(model, is_adapter=model_config is None, options=trust)
+        if config.tp > 1:
+            if model_config is None:
+                raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
+            where = arguments_of_part(model_config, config.tp)
+        loaded, found = kind.from_pretrained(model, dtype=dtype, output_loading_info=True, **where, **trust)
+    if missing := sorted(found["missing_keys"]):
+        warn_once(
+            f"{len(missing)} weights of the model are not in {str(model)!r} (the first is {missing[0]}): they are "
+            "random, so its text is too. Does config.json belong to these weights?"
+        )
+    return loaded.eval(), tokenizer
+
+
+def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
+    """(model, tokenizer) as of `load`, with the adapter of PEFT in that folder. Raises as `load`."""
+    if config.tp > 1:
+        raise OptionError(f"tp={config.tp} splits a model's weights, and not an adapter's: leave one of them out")
+    if not (adapter / ADAPTER).is_file():
+        raise InputError(f"{str(adapter)!r} has no {ADAPTER}: give the folder that PEFT's save_pretrained wrote")
+    loaded, tokenizer = load(model, None, config)
+    with _errors_in_one_line(adapter, "which never runs for an adapter"):
+        loaded.load_adapter(str(adapter))
+    return loaded.eval(), tokenizer
+
+
+def _source(model: str | Path) -> tuple[str, dict[str, Any]]:
+    """The folder or hub id of a model, and further arguments of `from_pretrained`: the name of a GGUF file in it."""
+    source = locate(model)
+    if not (source.endswith(GGUF) and Path(source).is_file()):
+        return source, {}
+    if find_spec("gguf") is None:
+        raise InputError(f"{source!r} is read with the package gguf, which is not installed: pip install gguf")
+    return str(Path(source).parent), {"gguf_file": Path(source).name}
+
+
+def _load_tokenizer(model: str, is_adapter: bool, options: dict[str, Any]) -> Any:
+    """Of the folder or hub id; of an adapter without one that of the model to which it belongs."""
+    try:
+        return AutoTokenizer.from_pretrained(model, **options)
+    except (OSError, ValueError):
+        file = find_adapter_config_file(model) if is_adapter else None
+        if file is None:
+            raise
+    base = json.loads(Path(file).read_bytes())["base_model_name_or_path"]
+    return AutoTokenizer.from_pretrained(locate(base), **options)
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """The model inside wrappers of PEFT, `torch.compile`, DataParallel and DistributedDataParallel.
+
+    Raises `InputError` if there is no `PreTrainedModel` inside.
+    """
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        if (compiled := inside_compiled(inner)) is not None:
+            inner = compiled
+            warn_once(
+                "torch.compile's wrapper of the model is ignored: use EngineConfig(compile='auto') for compiled steps"
+            )
+        elif isinstance(inner, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = inner.module
+        elif hasattr(inner, "peft_config"):
+            inner = _out_of_peft(inner)
+        else:
+            raise InputError(_what_is_expected(model))
+    if not isinstance(inner, GenerationMixin):
+        raise InputError(
+            f"a {type(inner).__name__} has no head that predicts tokens, so it cannot generate: load it with "
+            "AutoModelForCausalLM or another class for generation"
+        )
+    return inner
+
+
+def _what_is_expected(given: Any) -> str:
+    if isinstance(given, type):
+        what, remedy = f"the class {given.__name__}", f": load it with {given.__name__}.from_pretrained(...)"
+    else:
+        what, inner = f"a {type(given).__name__}", getattr(given, "model", None)
+        remedy = ": give its .model" if isinstance(inner, PreTrainedModel) else ""
+    return (
+        "model has to be a transformers PreTrainedModel (also in PEFT's, torch.compile's or DistributedDataParallel's "
+        f"wrapper), a local path or hub id, but {what} was given{remedy}"
+    )
+
+
+def _out_of_peft(model: Any) -> Any:
+    """The model inside PEFT's wrapper; adapters in its layers stay active."""
+    tuner = model.base_model
+    for adapter, config in model.peft_config.items():
+        # aLoRA searches the prompt for its invocation tokens; methods like Poly wrap the model's forward.
+        reads_prompt = config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None)
+        if reads_prompt or "forward" in vars(type(tuner)):
+            raise InputError(
+                f"the PEFT adapter {adapter!r} ({type(config).__name__}) is more than layers of the model: PEFT puts "
+                "something into the prompt, the cache or every forward. Call the wrapper's own generate()"
+            )
+    return tuner.model
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """transformers' auto class for the text-generating model of this configuration."""
+    if not config.is_encoder_decoder:
+        return AutoModelForCausalLM
+    texts = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    return AutoModelForSeq2SeqLM if texts else AutoModelForSpeechSeq2Seq
+
+
+def load_config(model: str | Path) -> PreTrainedConfig:
+    """The configuration of the model at a local path or a hub id. Code in its repository never runs."""
+    remedy = (
+        "which never runs to read a configuration: give a model that is part of transformers, or, to engine.plan, a "
+        "model that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
+    )
+    model, options = _source(model)
+    with _errors_in_one_line(model, remedy):
+        return AutoConfig.from_pretrained(model, trust_remote_code=False, **options)
+
+
+@contextmanager
+def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
+    """Turn errors of loading into an `InputError` of one line. remedy: the end of the message for remote code."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:  # transformers checks little of what a configuration says
+        if is_out_of_memory(error):
+            raise
+        if "trust_remote_code" in str(error):
+            raise InputError(f"{str(model)!r} brings Python code of its own, {remedy}") from error
+        why = first_line(error) if isinstance(error, _IN_WORDS) else in_words(error)
+        if "ignore_mismatched_sizes" in why:
+            why = "its weights have other shapes than its config.json says"
+        raise InputError(f"no model could be loaded from {str(model)!r}: {why}") from error
+
+
+@contextmanager
+def _errors_of_tokenizer(model: str | Path) -> Iterator[None]:
+    """Turn errors of loading the tokenizer into an `InputError`, but those that `_errors_in_one_line` knows."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or "trust_remote_code" in str(error):
+            raise
+        missing = "backend tokenizer" in str(error)  # transformers then lists all ways that it has tried
+        why = "its files are missing, or need sentencepiece or tiktoken" if missing else in_words(error)
+        raise InputError(
+            f"{str(model)!r} has no tokenizer that can be loaded ({why}): give one, Generator(path, tokenizer) or "
+            "generate(..., tokenizer=...), or save one there with tokenizer.save_pretrained(...)"
+        ) from error

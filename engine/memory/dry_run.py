@@ -1,0 +1,219 @@
+"""What the cache of a run takes, found by a dry run: the real cache takes the steps of the run with tensors on the meta
+device, which have no values. No backend needs a formula, so a new backend is planned like the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import caches
+from caches import EngineCache
+from caches.attention.segmented_tensor import SegmentedTensor, segments_of
+from caches.protocol import attention_view
+from caches.quantization.fused_attention import QuantizedSegment
+from caches.registry import build_layers
+from configs import CacheConfig, QuantizedCacheConfig
+from engine.memory.cache_size import empty_cache
+from engine.memory.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
+from engine.model.masks import check_takes_masks
+from engine.request.run_shape import RunShape
+from engine.tables import lengths
+from strategies import repeat_rows_index
+
+_FEW_QUERIES = 64  # with more of them attention reads a quantized or offloaded layer as one tensor
+_MOST_TOKENS = 2**24  # of a row; a dry run of so many takes about a minute
+_KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks", "own": "transformers' own"}
+
+
+@dataclass(frozen=True)
+class UsageSample:
+    """Bytes of a cache at one moment.
+
+    by_place: see `SharedMethods.bytes_by_place`. by_kind: by kind of layer, without memory that layers share.
+    """
+
+    by_place: dict[str, int]
+    by_kind: dict[str, int]
+
+    def at(self, places: Iterable[str]) -> int:
+        return sum(self.by_place.get(place, 0) for place in places)
+
+
+@dataclass(frozen=True)
+class CacheUsage:
+    """What a cache takes in a run.
+
+    samples: at the moments when it may be largest. materialized_bytes: of the one tensor that attention makes of a
+    layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: tokens of the prompt's longest
+    step, 0 without a cache. positions: how many the model has to tell apart.
+    """
+
+    samples: tuple[UsageSample, ...]
+    materialized_bytes: int
+    chunk_tokens: int
+    positions: int
+
+    @property
+    def most(self) -> UsageSample:
+        return max(self.samples, key=lambda sample: sample.at(sample.by_place))
+
+    def at(self, *places: str) -> int:
+        """The most bytes in these places together."""
+        return max(sample.at(places) for sample in self.samples)
+
+
+def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool) -> CacheUsage:
+    """What the cache of this configuration takes in a run. Raises what building and using the cache raises.
+
+    pinned: host memory is pinned, as where an accelerator computes.
+    """
+    run = _DryRun(footprint, config, run_shape, pinned)
+    if run.cache.handle is not None:
+        run.check_length()
+        run.read_prompt()
+        run.branch()
+        run.decode()
+    positions = attention_view(run.cache).positions_needed(run_shape.kept)
+    return CacheUsage(tuple(run.samples), run.materialized_bytes, run.chunk, positions)
+
+
+class _DryRun:
+    def __init__(self, footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool):
+        self._footprint, self._run_shape, self._pinned = footprint, run_shape, pinned
+        self.cache = cast(MeasuredCache, empty_cache(config, run_shape, self._build))
+        check_takes_masks(footprint.model, self.cache)
+        if self.cache.max_tokens is not None and self.cache.max_tokens < run_shape.kept:
+            raise caches.CapacityError(
+                f"the {config.name} cache holds at most {self.cache.max_tokens:,} tokens, but "
+                f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {run_shape.kept:,}: raise max_cache_len"
+            )
+        self._rows = run_shape.prompts
+        self.samples = [UsageSample({"device": 0}, {})]
+        self.materialized_bytes = self.chunk = 0
+
+    def _build(self, config: CacheConfig) -> EngineCache:
+        if self._pinned and isinstance(config, QuantizedCacheConfig) and config.fused is None:  # kernels are for CPUs
+            config = config.update(fused=False)[0]
+        return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
+
+    def check_length(self) -> None:
+        tokens = self._run_shape.kept + self._run_shape.source_tokens
+        if tokens > _MOST_TOKENS and not self._windows()[1]:
+            raise caches.CapacityError(
+                f"{tokens:,} tokens per row are too many for a plan, which takes at most {_MOST_TOKENS:,} unless every "
+                "layer keeps only a window: plan fewer tokens, the cache grows in proportion to them"
+            )
+
+    def read_prompt(self) -> None:
+        tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
+        most = attention_view(self.cache).max_step_tokens
+        self.chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
+        full, rest = divmod(tokens, self.chunk)
+        windows, all_evict = self._windows()
+        if all_evict:  # after some windows the size no longer changes
+            full = min(full, 3 * max(windows) // self.chunk + 3)
+        steps = [self.chunk] * full + [rest] * (rest > 0)
+        for number, count in enumerate(steps):
+            is_last = number == len(steps) - 1
+            self._step(count, writes, reads=is_last)
+            writes = tuple(write for write in writes if write.part == 0)
+            if number == 0 or is_last:
+                self._take_sample()
+
+    def branch(self) -> None:
+        times = self._run_shape.branches
+        if times == 1:
+            return
+        if self._run_shape.shares:
+            self.cache.fork(times)
+        else:
+            self.cache.select_rows(repeat_rows_index(self._rows, times))
+        self._rows *= times
+        self._take_sample()
+
+    def decode(self) -> None:
+        """Steps of one token, most of them joined to longer steps that take the same room."""
+        tokens = self._run_shape.new_tokens - 1
+        windows, all_evict = self._windows()
+        if all_evict:
+            tokens = min(tokens, 3 * max(windows) + 3)
+        if tokens > 0 and self._run_shape.branches > 1 and not all(self._footprint.shares):
+            self._step(1, self._footprint.later, reads=True)
+            self._take_sample()
+            tokens -= 1
+            for part, shares in zip(self.cache.parts, self._footprint.shares, strict=True):
+                if not shares:
+                    part.unshare()
+        stride = max(16, min(64, min(windows) // 8)) if windows else tokens
+        while tokens > 2:
+            count = min(stride, tokens - 2)
+            if self._run_shape.ends_early or self._run_shape.branches > 1:  # room is made as single tokens come
+                for total in range(self.cache.total_tokens + 1, self.cache.total_tokens + count + 1):
+                    self.cache.reserve(total)
+            self._step(count, self._footprint.later)
+            tokens -= count
+        for left in reversed(range(tokens)):
+            self._step(1, self._footprint.later, reads=left == 0)
+        self._take_sample()
+
+    def _step(self, tokens: int, writes: Iterable[CacheWrite], reads: bool = False) -> None:
+        """reads: whether attention reads what the cache returns, which may allocate scratch memory."""
+        self.cache.begin(tokens)
+        for write in writes:
+            found = write.repeat(self.cache, self._rows, self._run_shape.source_tokens if write.part else tokens)
+            returned = found if reads and isinstance(found, tuple) else ()
+            views = [tensor for tensor in returned if isinstance(tensor, SegmentedTensor)]
+            for view in views:
+                for segment in segments_of(view):
+                    # For few queries there are kernels, where attention takes segments at all.
+                    in_full = tokens > 1 or not self._footprint.shares[write.part]
+                    if in_full and isinstance(segment, QuantizedSegment):
+                        segment.materialize()
+            if tokens > _FEW_QUERIES:
+                materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
+                self.materialized_bytes = max(self.materialized_bytes, materialized)
+        self.cache.commit()
+
+    def _windows(self) -> tuple[list[int], bool]:
+        """The windows of the layers that evict tokens, and whether all layers do."""
+        bounds = [layer.timeline.retention.bound for part in self.cache.parts for layer in part.layers]
+        known = [bound for bound in bounds if bound is not None]
+        return known, 0 < len(known) == len(bounds)
+
+    def _take_sample(self) -> None:
+        by_place, by_kind = Counter(device=0), Counter[str]()
+        for kind, place, size in self._sizes():
+            by_place[place] += size
+            if place != "staging":
+                by_kind[kind] += size
+        self.samples.append(UsageSample(dict(by_place), dict(by_kind)))
+
+    def _sizes(self) -> Iterator[tuple[str, str, int]]:
+        """Kind of layer, place and bytes of each tensor of the cache."""
+        for number, part in enumerate(self.cache.parts):
+            for layer, count in zip(part.layers, self._footprint.counts, strict=True):
+                for kind, store in _stores(layer, number):
+                    offloaded: Iterable[Any] = getattr(store, "offloaded_buffers", tuple)()
+                    places = {id(tensor): buffer.tier for buffer in offloaded for tensor in buffer.tensors()}
+                    for tensor in store.tensors():
+                        place = places.get(id(tensor), "device")
+                        size = tensor.nbytes
+                        if place == "host" and self._pinned and size:  # torch rounds pinned bytes up to a power of two
+                            size = 1 << (size - 1).bit_length()
+                        yield kind, place, round(count * size)
+            yield from (("", "staging", tensor.nbytes) for tensor in part.scratch.tensors())
+        per_row, per_token = self._footprint.own_layer_bytes
+        if per_row or per_token:
+            yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
+
+
+def _stores(layer: Any, part: int) -> Iterator[tuple[str, Any]]:
+    """The stores and the state of a layer, each with its kind. A layer of transformers' own classes has none."""
+    for name, store in getattr(layer, "stores", {}).items():
+        own_kind = "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]
+        yield "cross attention" if part else own_kind, store
+    if getattr(layer, "state", None) is not None:
+        yield "states", layer.state

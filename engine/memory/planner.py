@@ -1,0 +1,214 @@
+"""What each backend takes for a run, whether that fits, and how much more would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+import caches
+from caches.protocol import attention_view
+from configs import CacheConfig, ConfigError
+from engine.device_state import reads_late
+from engine.memory.cache_size import empty_cache
+from engine.memory.dry_run import CacheUsage, dry_run
+from engine.memory.free_memory import Free
+from engine.memory.model_footprint import ModelFootprint
+from engine.memory.report import BackendPlan
+from engine.request.run_shape import RunShape
+from engine.tables import lengths, megabytes
+
+_MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
+_MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the largest answers
+_FRAGMENTS = 1.5  # a CPU's allocator leaves gaps between tensors: of working memory, about half as much again
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The model of a plan. is_loaded: its weights are in memory. has_end: a token may end a text early."""
+
+    config: PreTrainedConfig
+    footprint: ModelFootprint
+    device: torch.device
+    weight_bytes: int
+    is_loaded: bool
+    has_end: bool
+
+
+def lossless(device: torch.device, compiled: bool = False) -> list[CacheConfig]:
+    """The caches that change no result, the fastest first. A compiled step needs one whose tensors never move."""
+    if compiled:
+        return [caches.recipe("static").options()]
+    offloaded = {"residency": "disk"} if device.type == "cpu" else {}  # on a CPU, host memory is what runs out
+    return [caches.recipe("dynamic").options(), caches.recipe("offloaded").options.from_dict(offloaded)]
+
+
+class Planner:
+    """Plans runs of one model with the memory that is free."""
+
+    def __init__(self, model: PlannedModel, free: Free):
+        self._model, self._footprint, self._free = model, model.footprint, asdict(free)
+        self._on_cpu = model.device.type == "cpu"
+        self._weights = 0 if model.is_loaded else model.weight_bytes  # loaded ones are no longer free memory
+
+    def backend(self, config: CacheConfig, run_shape: RunShape, search: bool = False) -> BackendPlan:
+        """What the run takes with the cache of this configuration. search: find the longest context and the largest
+        batch that would fit too.
+        """
+        options = {name: value for name, value in config.to_dict(use_diff=True).items() if name != "name"}
+        try:
+            usage = self._usage(config, run_shape)
+        except (caches.CacheError, ConfigError) as error:
+            return BackendPlan(config.name, options, refused=str(error))
+        need = self._need(usage, run_shape)
+        most, working = usage.most, self._working(usage, run_shape)
+        found = BackendPlan(
+            config.name, options, most.by_place, most.by_kind, working, need_bytes=need, fits=self._fits(need),
+            changes_text=config.changes_text,
+        )  # fmt: skip
+        if not search or found.fits is None:
+            return found
+        longest, batch = self._longest_context(config, run_shape, usage), self._largest_batch(need, run_shape.prompts)
+        return replace(found, longest_context=longest, largest_batch=batch)
+
+    def logits_bytes(self, run_shape: RunShape) -> int:
+        """Bytes of the float32 logits after the last token of every row, with the copies that the strategy makes.
+
+        Where the host reads tokens one step late, the logits of the step before are counted too.
+        """
+        copies = run_shape.score_copies + reads_late(self._model.device)
+        return run_shape.rows * self._footprint.vocabulary * copies * torch.float32.itemsize
+
+    def _usage(self, config: CacheConfig, run_shape: RunShape) -> CacheUsage:
+        if not self._footprint.takes_cache and not config.keeps_nothing:
+            raise caches.UnsupportedLayerError(
+                f"{self._footprint.name} takes no cache of keys and values (it keeps none, or a state of its own "
+                "kind): use cache='none'"
+            )
+        self._check_positions(config, run_shape)
+        try:
+            return dry_run(self._footprint, config, run_shape, pinned=not self._on_cpu)
+        except (caches.CacheError, ConfigError):
+            # The whole model's layers give the better message: the dry run has only some of them.
+            empty_cache(config, run_shape, partial(caches.build, config.name, self._model.config))
+            raise
+
+    def _check_positions(self, config: CacheConfig, run_shape: RunShape) -> None:
+        """Raise `CapacityError` where the model lacks positions: a dry run of such a length would take long."""
+        most = self._footprint.positions
+        if most is None or run_shape.kept <= most:
+            return
+        # A cache for a short run is built at once. A cache with a window needs fewer positions than tokens.
+        build = partial(caches.build, config.name, self._model.config)
+        cache = empty_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
+        needed = attention_view(cache).positions_needed(run_shape.kept)
+        if needed > most:
+            raise caches.CapacityError(
+                f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {needed:,} positions, but the model "
+                f"has {most:,}: its longest context is {most + 1:,} tokens, prompt and new ones "
+                "together (the last one is never read)"
+            )
+
+    def _on_device(self, usage: CacheUsage) -> int:
+        """Bytes of the cache in the memory of the device, which is the host's on a CPU."""
+        return usage.at("device", "staging", *(["host"] if self._on_cpu else []))
+
+    def _need(self, usage: CacheUsage, run_shape: RunShape) -> dict[str, int]:
+        """Bytes of the whole run by place."""
+        device = self._on_device(usage) + self._working(usage, run_shape) + self.logits_bytes(run_shape) + self._weights
+        need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
+        return {place: size for place, size in need.items() if size}
+
+    def _working(self, usage: CacheUsage, run_shape: RunShape) -> int:
+        """Bytes that the largest forward allocates in addition to the cache."""
+        working, factor = self._footprint.working, _FRAGMENTS if self._on_cpu else 1
+        if run_shape.source_tokens:  # an encoder's forward comes before there is a cache
+            encoder = working.of_step(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
+            return max(0, int(factor * encoder) - self._on_device(usage))
+        if not usage.chunk_tokens:  # without a cache every step reads all tokens
+            return int(factor * working.of_step(run_shape.rows, run_shape.kept, run_shape.kept))
+        prompt = working.of_step(run_shape.prompts, usage.chunk_tokens, run_shape.prompt_tokens)
+        distinct_rows = run_shape.prompts if all(self._footprint.shares) else run_shape.rows
+        new_token = working.of_one_token(run_shape.rows, distinct_rows, run_shape.kept)
+        return int(factor * max(prompt + usage.materialized_bytes, new_token))
+
+    def _fits(self, need: dict[str, int]) -> bool | None:
+        known = [(size, self._free[place]) for place, size in need.items() if size]
+        if any(free is not None and size * _MARGIN > free for size, free in known):
+            return False
+        return None if any(free is None for _, free in known) else True
+
+    def _longest_context(self, config: CacheConfig, run_shape: RunShape, usage: CacheUsage) -> int:
+        """Tokens that fit: of the source, or of the prompt and the new ones."""
+        tokens, new, positions = run_shape.prompt_tokens, run_shape.new_tokens, self._footprint.positions
+
+        def fits(**sizes: Any) -> bool:
+            return self.backend(config, replace(run_shape, **sizes)).fits is True
+
+        if source := run_shape.source_tokens:
+            return _largest(lambda n: fits(source_tokens=n), source, _MOST_TOKENS)
+        most = _MOST_TOKENS
+        if positions is not None and usage.positions == run_shape.kept:  # no window: every token needs a position
+            most = positions - new + 1
+        longest = _largest(lambda n: fits(prompt_tokens=n), tokens, most)
+        return longest + new if longest else 0
+
+    def _largest_batch(self, need: dict[str, int], prompts: int) -> int:
+        """Prompts that fit: everything but the weights grows in proportion to them."""
+        most = float(_MOST_PROMPTS)
+        for place, size in need.items():
+            fixed = self._weights if place == "device" else 0
+            most = min(most, prompts * ((self._free[place] or 0) / _MARGIN - fixed) / (size - fixed))
+        return max(0, int(most))
+
+
+def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
+    """About the largest number up to `most` that fits, given that all below one that fits do; 0: not even 1 fits."""
+    most = max(begin, most)
+    if fits(most):
+        return most
+    low, high = 0, min(begin, most)
+    while high < most and fits(high):
+        low, high = high, min(2 * high, most)
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def choose(found: Sequence[BackendPlan], free: Free, is_named: bool = False) -> tuple[BackendPlan | None, str]:
+    """The first that fits, or else the one that needs least; and why, in a sentence.
+
+    found: the lossless backends, in the order of preference; is_named: the one backend that was asked for instead.
+    """
+    possible = [one for one in found if one.refused is None]
+    if not possible:
+        reasons = {one.refused for one in found}
+        which = "it" if len(found) == 1 else "every cache that loses nothing"
+        why = f": {reasons.pop()}" if len(reasons) == 1 else " for this model or this run"
+        return None, f"{which} is refused{why}"
+    first, chosen = possible[0], next((one for one in possible if one.fits is not False), None)
+    if is_named:
+        verdict = {True: "fits", False: "does not fit", None: "may fit, how much is free is unknown"}[first.fits]
+        loss = "" if first.changes_text is None else f"; it can change the text: {first.changes_text}"
+        return first, f"it {verdict}: it needs {_in_words(first, free)}{loss}"
+    if chosen is not None:
+        before = "" if chosen is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
+        verdict = "may fit, how much is free is unknown" if chosen.fits is None else "fits"
+        return chosen, f"{before}it loses nothing and {verdict}: it needs {_in_words(chosen, free)}"
+    least = min(possible, key=lambda one: one.need_bytes["device"])
+    return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"
+
+
+def _in_words(backend: BackendPlan, free: Free) -> str:
+    """Megabytes by place; the place is named where it is not the device alone."""
+    known, needs = asdict(free), backend.need_bytes
+    amounts = []
+    for place, size in needs.items():
+        of = "" if known[place] is None else f" of {megabytes(known[place])} free"
+        amounts.append(megabytes(size) + of + ("" if list(needs) == ["device"] else f" ({place})"))
+    return ", ".join(amounts)

@@ -1,1 +1,0 @@
-"""What a run will take, computed before anything runs."""

@@ -1,0 +1,277 @@
+"""The routes of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
+
+import strategies
+from caches.platform.out_of_memory import is_out_of_memory
+from engine.errors import InputError
+from engine.result import StreamChunk
+from engine.server.answers import error
+from engine.server.gate import Gate, places_of
+from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.service import Job, Refusal, Service, refusal
+from engine.version import __version__
+
+T = TypeVar("T")
+_logger = logging.getLogger("engine")
+_PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/favicon.ico": ("favicon.svg", "image/svg+xml"),
+}
+_SAFE = {
+    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-cache",
+}
+_STREAMED = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def make_app(
+    service: Service, most_bytes: int, api_key: str | None = None, hosts: tuple[str, ...] | None = None
+) -> FastAPI:
+    """most_bytes: of a request's body. api_key, hosts: see `gate.Gate`."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.close()
+
+    app = FastAPI(title="kvengine", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await _answered(service, body, request)
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await _answered(service, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_described(service)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        if name != service.name:
+            message = f"the model {name!r:.100} is not here: this server has {service.name!r}"
+            return JSONResponse(error(message, "invalid_request_error", "model_not_found"), 404)
+        return JSONResponse(_described(service))
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/health")
+    async def is_alive() -> Response:
+        alive = service.is_alive
+        return JSONResponse({"status": "ok" if alive else "the batch has stopped"}, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for path, (name, kind) in _PAGE.items():
+        app.add_api_route(path, _file(name, kind), include_in_schema=False)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, wrong: RequestValidationError) -> Response:
+        service.metrics.ended("refused")
+        first, *others = wrong.errors()
+        if first["type"] == "json_invalid":
+            message = f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
+            return JSONResponse(error(message, "invalid_request_error"), 400)
+        param = ".".join(str(part) for part in first["loc"] if part != "body")
+        more = f" (and {len(others)} more)" if others else ""
+        message = f"{param or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"
+        return JSONResponse(error(message, "invalid_request_error", param=param or None), 400)
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, wrong: HTTPException) -> Response:
+        if (cause := wrong.__cause__) is not None:  # of a body that cannot be parsed
+            return _failed(service, _unread(cause))
+        return JSONResponse(error(str(wrong.detail), "invalid_request_error"), wrong.status_code, wrong.headers)
+
+    return app
+
+
+def _unread(cause: BaseException) -> Exception:
+    """Why a body could not be parsed, as an error that `refusal` has an answer to."""
+    if is_out_of_memory(cause):
+        return MemoryError()
+    if isinstance(cause, RecursionError):
+        return InputError("the body is nested too deeply")
+    if isinstance(cause, UnicodeDecodeError):
+        return InputError(f"the body is no text in UTF-8: byte {cause.start:,} cannot be read")
+    return InputError(f"the body cannot be read: {type(cause).__name__}")
+
+
+def _file(name: str, kind: str) -> Any:
+    content = (files("engine.server") / "page" / name).read_bytes()
+
+    async def send() -> Response:
+        return Response(content, media_type=f"{kind}; charset=utf-8", headers=_SAFE)
+
+    return send
+
+
+def _described(service: Service) -> dict[str, Any]:
+    limits = service.limits
+    own = {"caches": service.caches, "strategies": strategies.names(), "context_tokens": limits.context_tokens}
+    most = {"max_tokens": limits.max_tokens, "max_rows": limits.max_rows}
+    return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvengine", "engine": own | most}
+
+
+async def _answered(service: Service, body: ChatRequest | CompletionRequest, request: Request) -> Response:
+    """Run a request to its end, or until its first chunk is there where it streams."""
+    try:
+        job = await _while_connected(request, service.begin(body))
+        chunks = service.chunks(job)
+        async with AsyncExitStack() as on_error:
+            on_error.push_async_callback(chunks.aclose)
+            first = await _while_connected(request, anext(chunks) if body.stream else _to_end(chunks))
+            on_error.pop_all()
+    except _Disconnected:
+        service.metrics.ended("cancelled")
+        return Response(status_code=499)
+    except Exception as failed:
+        return _failed(service, failed)
+    if first is not None:
+        events = _events(service, job, first, chunks)
+        return StreamingResponse(events, media_type="text/event-stream", headers=_STREAMED)
+    service.metrics.ended("ok")
+    return await asyncio.to_thread(lambda: JSONResponse(_complete(job)))  # log probabilities take a while
+
+
+async def _to_end(chunks: AsyncIterator[Any]) -> None:
+    async for _ in chunks:
+        pass
+
+
+class _Disconnected(Exception):
+    """The client has left."""
+
+
+async def _while_connected(request: Request, work: Awaitable[T]) -> T:
+    """What `work` returns. Raises `_Disconnected` if the client leaves before."""
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _Disconnected
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+        del work, working, leaving  # an error has this frame, and with it the task would have itself, and its memory
+
+
+def _failed(service: Service, failed: Exception) -> Response:
+    refused = _counted_refusal(service, failed)
+    return JSONResponse(refused.body, refused.status, refused.headers)
+
+
+def _counted_refusal(service: Service, failed: Exception) -> Refusal:
+    """The answer to an error. The log has the place of an unknown one, but no message, which may hold a text."""
+    refused = failed if isinstance(failed, Refusal) else refusal(failed)
+    service.metrics.ended("full" if refused.status == 429 else "failed" if refused.status >= 500 else "refused")
+    if refused.status == 500:
+        origin = failed.__cause__ or failed
+        _logger.error("a request failed with %s at %s", type(origin).__name__, places_of(origin))
+    return refused
+
+
+def _complete(job: Job) -> dict[str, Any]:
+    """The object of a request that does not stream."""
+    choices = []
+    for number, text in enumerate(job.texts):
+        echoed, scored = _echo(job, number) if job.body.echo else ("", [])
+        if text.request is None:
+            indices = range(number * job.rows, (number + 1) * job.rows)
+            choices += [job.answer.choice(index, echoed, scored, "", [], "length") for index in indices]
+            continue
+        result = text.request.result()
+        assert result.text is not None
+        for row, said in enumerate(result.text):
+            own = [] if result.logprobs is None else result.logprobs[row]
+            index, reason = number * job.rows + row, result.finish_reasons[row]
+            said = job.answer.with_space(index, result.tokens[row], said)
+            choices.append(job.answer.choice(index, echoed, scored, said, own, reason))
+    return job.answer.complete(choices, job.usage)
+
+
+def _echo(job: Job, number: int) -> tuple[str, list[Any]]:
+    """The text of a prompt, and its tokens with log probabilities where they are wanted."""
+    assert isinstance(job.body, CompletionRequest)
+    text, given = job.texts[number], job.body.prompts[number]
+    said = given if isinstance(given, str) else job.answer.tokenizer.decode(given, clean_up_tokenization_spaces=False)
+    return said, text.prompt_logprobs() if job.answer.logprobs is not None else []
+
+
+async def _events(
+    service: Service, job: Job, first: tuple[int, Any], chunks: AsyncIterator[tuple[int, Any]]
+) -> AsyncIterator[str]:
+    """The chunks as server-sent events. first: of the chunks."""
+    options, outcome = job.body.stream_options, "cancelled"
+    asks_usage = options is not None and options.include_usage
+
+    def event(written: dict[str, Any]) -> str:
+        return _event({"usage": None} | written if asks_usage else written)
+
+    try:
+        for written in _objects(job, *first):
+            yield event(written)
+        async for chunk in chunks:
+            for written in _objects(job, *chunk):
+                yield event(written)
+        if asks_usage:
+            yield _event(job.answer.usage_chunk(job.usage))
+        yield "data: [DONE]\n\n"
+        outcome = "ok"
+    except Exception as failed:
+        outcome = ""
+        yield _event(_counted_refusal(service, failed).body)
+        yield "data: [DONE]\n\n"
+    finally:
+        job.cancel()
+        if outcome:
+            service.metrics.ended(outcome)
+
+
+def _event(written: dict[str, Any]) -> str:
+    return f"data: {json.dumps(written)}\n\n"
+
+
+def _objects(job: Job, index: int, chunk: StreamChunk | None) -> list[dict[str, Any]]:
+    """What is written for a chunk: see `Service.chunks`."""
+    if chunk is not None:
+        return [job.answer.chunk(index, chunk)]
+    indices = range(index, index + job.rows)
+    if job.answer.is_chat:
+        return [job.answer.first(one) for one in indices]
+    if not job.body.echo:
+        return []
+    said, scored = _echo(job, index // job.rows)
+    reason = "length" if job.texts[index // job.rows].request is None else None  # nothing follows
+    return [job.answer.echo(one, said, scored, reason) for one in indices]
