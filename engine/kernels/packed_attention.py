@@ -14,6 +14,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any
 from weakref import WeakSet, finalize
 
@@ -94,7 +96,7 @@ class _PackedAttention:
 def is_plain(function: Any, options: dict[str, Any]) -> bool:
     """Whether an attention function, given these options, is transformers' "sdpa" as it can be packed."""
     is_own = isinstance(function, _PackedAttention) and function._original is sdpa_attention_forward
-    return is_own and all(options.get(name) is None for name in _NOT_PACKED)
+    return is_own and all(map(is_, map(options.get, _NOT_PACKED), repeat(None)))  # no frame for each of them
 
 
 def _of_one_token(

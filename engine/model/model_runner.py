@@ -305,13 +305,14 @@ class ModelRunner:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
             inputs, routed = self.arguments.of_compiled(inputs, step), False
-        routes: dict[Any, Any] = {}
-        if routed and self._linears is not None:
-            routes = self._linears.of_step(None if step.prefill else len(step.ids) * (step.end - step.begin))
-        enter, leave = changes(routes, RoutedLinear)
         outer = active.routes, packed_attention.active.packs  # of a step that this one is inside of
+        layers, routes = dict[Any, Any](), None
+        if routed and self._linears is not None:
+            layers = self._linears.of_step(None if step.prefill else len(step.ids) * (step.end - step.begin))
+            routes = layers or active.routes
+        enter, leave = changes(layers, RoutedLinear)
         try:
-            active.routes, packed_attention.active.packs = routes or (active.routes if routed else None), True
+            active.routes, packed_attention.active.packs = routes, True
             enter()
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
         finally:  # Ctrl-C may come behind a call: there is one, the last

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 
 import caches
 import engine
-from engine.kernels import linear_backend
+from engine.kernels import linear_backend, linear_routes
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
@@ -181,22 +181,31 @@ def test_routes_are_taken_in_the_thread_of_the_step_alone():
     assert found == [True, True]
 
 
-def test_a_step_inside_of_a_step_leaves_the_routes_to_the_outer_one():
-    model, seen = tiny_model("llama"), []
+@pytest.mark.parametrize("linears", ["onednn", "default"])
+def test_a_step_inside_of_a_step_leaves_the_routes_to_the_outer_one(linears, monkeypatch):
+    """And takes them itself where its generator has routes."""
+    taken, seen, model = [], [], tiny_model("llama")
+    routes = {name: lambda *inputs, route=route: taken.append(0) or route(*inputs)
+              for name, route in linear_routes.routes().items()}  # fmt: skip
+    monkeypatch.setattr(linear_backend, "routes", lambda: routes)
+    generator, inner = (engine.Generator(model, config=engine.EngineConfig(linears=one)) for one in ("onednn", linears))
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
 
     def hook(*_):
         if not seen:
             seen.append(0)
-            generator.generate(prompt(), max_new_tokens=2)
+            before = len(taken)
+            inner.generate(prompt(), max_new_tokens=2)
+            seen.append(len(taken) - before)
             seen.append(types_of(model).count(linear_backend.RoutedLinear))
 
-    generator = engine.Generator(model, config=ROUTED)
     handle = hidden_layer(model).register_forward_hook(hook)
     try:
         generator.generate(prompt(), max_new_tokens=1)
     finally:
         handle.remove()
-    assert seen == [0, sum(isinstance(module, nn.Linear) for module in model.modules())]
+    assert seen == [0, 2 * layers if linears == "onednn" else 0, layers]
+    assert len(taken) == layers + seen[1]
 
 
 def test_a_cache_that_was_made_inside_of_a_step_can_be_continued():
