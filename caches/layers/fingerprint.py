@@ -105,7 +105,7 @@ def _settings(model: nn.Module) -> Iterator[bytes]:
 
 
 def _classes(model: nn.Module) -> Iterator[bytes]:
-    yield from (f"{name} {type(module).__qualname__}\n".encode() for name, module in _in_use(model))
+    yield from (f"{name} {module.__class__.__qualname__}\n".encode() for name, module in _in_use(model))
 
 
 def _layers(version: ModelVersion) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -87,7 +88,7 @@ def model_version(model: nn.Module) -> ModelVersion:
         hash((tuple(places), _content(map(_spread, parts)))),
         hash(_content(first_elements(part) for table in tables for part in plain_parts(table))),
         tuple(settings),
-        hash(tuple(map(type, modules))),
+        hash(tuple(map(attrgetter("__class__"), modules))),
         _layers_of(model),
     )
     latest = _latest.get(model)

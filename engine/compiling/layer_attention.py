@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import library, nn
+from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
@@ -173,32 +174,35 @@ class _Watched(threading.local):
 
 
 _watched = _Watched()
+_watches: list[Any] = []  # of all threads
+_lock = threading.Lock()
 
 
 @contextmanager
 def _attention_by(attend: Callable[..., tuple[torch.Tensor, Any]]) -> Iterator[None]:
-    """In this thread `attend` takes the place of attention: it is given the function, then its arguments."""
-    _install()
+    """In this thread `attend` takes the place of attention: it is given the function, then its arguments.
+
+    Meanwhile the method by which models find their function is another one, in all threads.
+    """
     outer, _watched.attend = _watched.attend, attend
     try:
+        with _lock:
+            _watches.append(attend)
+            vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = _get_interface
         yield
     finally:
         _watched.attend = outer
+        with _lock:
+            _watches.remove(attend)
+            if not _watches:
+                del vars(ALL_ATTENTION_FUNCTIONS)["get_interface"]
 
 
-def _install() -> None:
-    """Replace the method by which models find their attention function, once per process."""
-    if "get_interface" in vars(ALL_ATTENTION_FUNCTIONS):
-        return
-    find = ALL_ATTENTION_FUNCTIONS.get_interface
-
-    def get_interface(attn_implementation: str, default: Function) -> Function:
-        function = find(attn_implementation, default)
-        if torch.compiler.is_dynamo_compiling() or _watched.attend is None:
-            return function
-        return partial(_watched.attend, function)
-
-    vars(ALL_ATTENTION_FUNCTIONS)["get_interface"] = get_interface
+def _get_interface(attn_implementation: str, default: Function) -> Function:
+    function = AttentionInterface.get_interface(ALL_ATTENTION_FUNCTIONS, attn_implementation, default)
+    if torch.compiler.is_dynamo_compiling() or _watched.attend is None:
+        return function
+    return partial(_watched.attend, function)
 
 
 class _Running(threading.local):

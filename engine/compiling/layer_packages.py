@@ -384,7 +384,7 @@ def _why(error: Exception) -> str:
 
 def _constants_of(modules: Iterable[nn.Module]) -> list[Any]:
     """The attention of all, and the code and the plain attributes of each."""
-    each = [(type(one).forward, plain_attributes(one) | {"training": False}) for one in modules]
+    each = [(one.__class__.forward, plain_attributes(one) | {"training": False}) for one in modules]
     return [ALL_ATTENTION_FUNCTIONS["sdpa"], *each]
 
 

@@ -141,7 +141,7 @@ def _structure(layer: nn.Module) -> Iterator[str]:
     configs = {id(one): one for module in layer.modules() if (one := vars(module).get("config")) is not None}
     yield from (_settings(one) for one in configs.values() if isinstance(one, PreTrainedConfig))
     for name, module in layer.named_modules():
-        kind = type(module)
+        kind = module.__class__
         if not f"{kind.__module__}.".startswith(_KNOWN):
             raise OptionError(f"its layers have modules of another library ({kind.__module__}.{kind.__qualname__})")
         if "forward" in vars(module):  # of accelerate or of the caller

@@ -23,7 +23,7 @@ from caches.attention.dense_attention import KERNELS as ATTENTION_KERNELS
 from caches.platform.machine import write_atomically
 from caches.platform.torch_api import compile_package, state_without_hooks
 from engine.compiling.layer_step import LayerStep, dynamic_shapes
-from engine.kernels.linear_backend import Table, active, install
+from engine.kernels.linear_backend import RoutedLinears, Table, TracedLinear, active, changes
 from engine.kernels.linear_kernels import join_products, kernels
 
 LAYER = "layer."  # before the names of the weights in a package
@@ -65,7 +65,6 @@ def failure_of(package: Path) -> Path:
 def build(job: Path) -> None:
     threads, linears, steps = pickle.loads(job.read_bytes())
     torch.set_num_threads(threads)
-    install()
     kernels()  # before layers that use them are traced
     ATTENTION_KERNELS.or_none()  # have the operator for attention
     for package, (layer, call) in steps.items():
@@ -80,11 +79,15 @@ def build(job: Path) -> None:
 
 @torch.no_grad()
 def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
+    routes = {} if linears is None else RoutedLinears(step, linears.for_compiled_code()).of_step()
+    enter, leave = changes(routes, TracedLinear)
     try:
-        active.table, active.traced = linears and linears.for_compiled_code(), True
+        active.routes = routes
+        enter()
         program = torch.export.export(step, (step.inputs,), dynamic_shapes=(dynamic_shapes(step),), strict=False)
     finally:
-        active.table, active.traced = None, False
+        active.routes = None
+        leave()
     unknown = [name for name in (*program.state_dict, *program.constants) if not name.startswith(LAYER)]
     if unknown:
         raise ValueError(f"the layer uses tensors that are neither parameters nor buffers: {', '.join(unknown)}")

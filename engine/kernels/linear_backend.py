@@ -3,21 +3,25 @@
 Which one is the fastest depends on the processor, the number of rows and the matrix's shape. All use the weights as
 they are, without a copy; results differ by rounding.
 
-The model is not changed. `torch.nn.Linear.forward` is replaced once per process by a function that does the same as the
-original, unless the calling thread is in a step of the engine: then `active.table` selects the route of each product.
+torch is not changed, and the model only while a step of the engine computes: then its linear layers are of the class
+`RoutedLinear`, which takes the route of each product from `active`. Their attributes stay as they are, and copies and
+pickles that are made meanwhile have torch's class. Other threads compute as without it.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable
-from typing import TypeAlias, TypeGuard
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection
+from functools import partial
+from itertools import compress, repeat
+from typing import Any, TypeAlias, TypeGuard, cast
+from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from caches.platform.torch_api import has_onednn, parameters_of
 from engine.kernels.linear_routes import (
@@ -36,26 +40,21 @@ from engine.kernels.linear_routes import (
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn", "onednn")
 
 
+Routes: TypeAlias = "list[Route | None]"
+"""Of one matrix: the route for each bucket of rows; None for torch's own."""
+
+
 class Table:
     """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own."""
 
     def __init__(self, names: dict[Shape, Names], routes: dict[str, Route]):
         self._names = names
-        self._routes = {shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()}
-        buckets = zip(*self._routes.values(), strict=True)
-        self._first = next((i for i, found in enumerate(buckets) if any(found)), len(ROW_NAMES))  # bucket with a route
+        self.routes: dict[tuple[int, ...], Routes] = {
+            shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()
+        }
 
     def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names]]]:
         return _with_known_routes, (self._names,)
-
-    def route(self, shape: Shape, rows: int) -> Route | None:
-        """The route for `rows` rows and a matrix of this shape; None for torch's own."""
-        by_rows = self._routes.get(shape)
-        return None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, rows)]
-
-    def for_step(self, rows: int) -> Table | None:
-        """This table; None if products of up to `rows` rows are torch's own: looking each up costs 2 % of a step."""
-        return self if bisect_left(ROW_LIMITS, rows) >= self._first else None
 
     def for_compiled_code(self) -> Table:
         """The same routes for compiled code: oneDNN stays, other products are the kernel's, or torch's own without one.
@@ -87,6 +86,10 @@ def _in_short(names: Names) -> str:
     return ", ".join(f"{rows} {name}" for rows, name in zip(ROW_NAMES, names, strict=True))
 
 
+def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
+    return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
+
+
 def table_for(model: nn.Module, choice: str) -> Table | None:
     """The routes for a model; None if all products are torch's own. choice: see `configs.EngineConfig.linears`."""
     weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
@@ -99,70 +102,96 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
             return None
     else:
         names = dict.fromkeys(shapes, _ALL_ONEDNN)
-    install()
     return Table(names, routes())
 
 
 class _Active(threading.local):
-    table: Table | None = None
-    traced: bool = False
+    routes: dict[nn.Module, Routes] | None = None
 
 
 active = _Active()
-"""`table`: the routes for this thread; None outside of the engine's steps, which reset it in a `finally`. `traced`:
-whether code that is compiled takes them too."""
+"""`routes`: those of the layers of the step that this thread computes; None outside of steps, which reset it in a
+`finally`."""
 
-_Forward: TypeAlias = Callable[[nn.Linear, torch.Tensor], torch.Tensor]
-
-
-def _replacement(original: _Forward) -> _Forward:
-    """A `Linear.forward` that calls `original`, torch's or another library's, unless a route is active."""
-
-    def forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-        if torch.jit.is_scripting():
-            return functional.linear(input, self.weight, self.bias)
-        else:  # noqa: RET505 - TorchScript does not compile this branch
-            return _routed(original, self, input)
-
-    # Pickles refer to it by these names: they load torch's own forward without this package.
-    forward.__module__, forward.__qualname__ = nn.Linear.__module__, "Linear.forward"
-    return forward
+_set_class: Callable[[nn.Module, type[nn.Module]], None] = object.__dict__["__class__"].__set__
 
 
-def _routed(original: _Forward, layer: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    table = active.table
-    if table is None or (torch.compiler.is_compiling() and not active.traced):
-        return original(layer, input)
-    parameters = parameters_of(layer)
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if not _is_plain(weight):
-        return original(layer, input)
-    outs, width = weight.shape
-    route = table.route((outs, width), input.numel() // width) if width else None
-    if route is None or not _can_be_routed(input):
-        return original(layer, input)
-    if not (_is_plain(bias) or (bias is None and "bias" in parameters)):  # a computed bias
-        return original(layer, input)
-    return route(input, weight, bias)
+class RoutedLinear(nn.Linear):
+    """A linear layer while a step computes. Its `__class__`, copies and pickles are those of an `nn.Linear`."""
+
+    __class__ = property(lambda layer: nn.Linear, _set_class)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        construct, (_, *arguments), *state = cast(Any, nn.Linear.__reduce_ex__(self, protocol))
+        return construct, (nn.Linear, *arguments), *state
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The one call of Python that a product takes. The routes of the layer alone are known before: weights may be
+        replaced, moved, quantized (as subclasses, which may report float32) or computed, and code of the model may turn
+        on derivatives or autocast, which routes do not support."""
+        routes, parameters = active.routes, parameters_of(self)
+        weight, bias = parameters.get("weight"), parameters.get("bias", False)  # False: it is computed
+        if (
+            routes is not None
+            and not torch.compiler.is_dynamo_compiling()
+            and type(input) is torch.Tensor
+            and type(weight) is nn.Parameter
+            and input.dtype is weight.dtype is torch.float32
+            and weight.is_cpu
+            and (bias is None or (type(bias) is nn.Parameter and bias.dtype is torch.float32 and bias.is_cpu))
+            and (by_rows := routes.get(self)) is not None
+            and (rows := input.numel() // self.in_features)
+            and (route := by_rows[bisect_left(ROW_LIMITS, rows)]) is not None
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled("cpu")
+        ):
+            return route(input, weight, bias)
+        return nn.Linear.forward(self, input)
 
 
-def install() -> None:
-    """Replace torch's `Linear.forward`. That of another library stays: it calls torch's, or computes something else."""
-    current = nn.Linear.forward
-    if getattr(current, "__globals__", None) is vars(torch.nn.modules.linear):
-        nn.Linear.forward = _replacement(current)  # type: ignore[method-assign, assignment]
+class TracedLinear(RoutedLinear):
+    """A linear layer of code that is compiled. Its tensors stand for those that `LayerStep` has looked at."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        routes, parameters = active.routes, parameters_of(self)
+        weight = parameters.get("weight")
+        if routes is not None and weight is not None and weight.dtype is torch.float32 and "bias" in parameters:
+            by_rows = routes.get(self)
+            route = None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, input.numel() // self.in_features)]
+            if route is not None:
+                return route(input, weight, parameters["bias"])
+        return nn.Linear.forward(self, input)
 
 
-def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
-    # Quantized and distributed weights are tensor subclasses, which may report float32. Traced weights are subclasses
-    # too; `LayerStep` has looked at the types of the real ones.
-    if weight is None or (type(weight) is not nn.Parameter and not active.traced):
-        return False
-    return weight.is_cpu and weight.dtype is torch.float32
+class RoutedLinears:
+    """The linear layers of a model whose products have routes. They are not kept alive: others may replace them."""
+
+    def __init__(self, model: nn.Module, table: Table):
+        self._layers: list[tuple[ref[nn.Module], Routes, int]] = []  # the first bucket of rows that has a route
+        for module in model.modules():
+            weight = parameters_of(module).get("weight") if type(module) is nn.Linear else None
+            by_rows = [] if weight is None else table.routes.get(weight.shape, [])
+            first = next((bucket for bucket, route in enumerate(by_rows) if route), None)
+            if first is not None:
+                self._layers.append((ref(module), by_rows, first))
+
+    def of_step(self, rows: int | None = None) -> dict[nn.Module, Routes]:
+        """The routes of those that have one for products of up to `rows` rows (None: any number), and are of torch's
+        class, as between steps. None of them where another library has replaced the forward of that class."""
+        if getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear):
+            return {}
+        last = len(ROW_LIMITS) if rows is None else bisect_left(ROW_LIMITS, rows)
+        return {layer: by_rows for reference, by_rows, first in self._layers
+                if first <= last and type(layer := reference()) is nn.Linear}  # fmt: skip
 
 
-def _can_be_routed(input: torch.Tensor) -> bool:
-    """The routes have no derivatives and do not support autocast."""
-    if (type(input) is not torch.Tensor and not active.traced) or input.dtype is not torch.float32:
-        return False
-    return input.is_cpu and input.numel() > 0 and not torch.is_autocast_enabled("cpu") and not torch.is_grad_enabled()
+def changes(layers: Collection[nn.Module], routed: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Functions that change the class of these layers of torch's class to `routed`, and back.
+
+    Each is C code, which Ctrl-C does not stop halfway. Layers that are of another class by then stay as they are.
+    """
+    are_routed = map(operator.is_, map(type, layers), repeat(routed))
+    there = map(_set_class, layers, repeat(routed))
+    back = map(_set_class, compress(layers, are_routed), repeat(nn.Linear))
+    run: Callable[..., Any] = deque
+    return partial(run, there, 0), partial(run, back, 0)

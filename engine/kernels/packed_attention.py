@@ -5,8 +5,8 @@ them. Packed, the query heads of a group are the tokens of one head, and the ker
 many, kernels of this package are faster: for one new token per row (`caches.attention.dense_attention`) and for several
 (`caches.attention.prompt_attention`). Results differ by rounding, so 16 bits are left to the original.
 
-The model is not changed. transformers' attention function "sdpa" is replaced once per process by one that does the same
-as the original, unless the calling thread is in a step of the engine.
+The model is not changed. While there are runners, transformers' attention function "sdpa" is replaced by one that does
+the same as the original, unless the calling thread is in a step of the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any
+from weakref import WeakSet, finalize
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -40,16 +43,26 @@ active = _Active()
 """`packs`: whether attention in this thread is packed; False outside of the engine's steps."""
 
 
-def install() -> None:
-    """Replace transformers' function, also if another library has replaced it since the last call."""
+def install(user: Any) -> None:
+    """Replace transformers' function while `user` lives, also if another library has replaced it meanwhile."""
     current = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    if not isinstance(current, _PackedAttention):
-        AttentionInterface.register("sdpa", _PackedAttention(current))
+    packed = current if isinstance(current, _PackedAttention) else _PackedAttention(current)
+    packed.users.add(user)
+    finalize(user, packed.restore).atexit = False
+    AttentionInterface.register("sdpa", packed)
 
 
 class _PackedAttention:
     def __init__(self, original: Callable[..., Any]):
         self._original = self.__wrapped__ = original  # whose signature it has
+        self.users: WeakSet[Any] = WeakSet()
+
+    def restore(self) -> None:
+        """Give its place back to the original, if there are no users any more."""
+        if not [*self.users] and ALL_ATTENTION_FUNCTIONS["sdpa"] is self:
+            AttentionInterface.register("sdpa", self._original)
+            if [*self.users]:  # another thread has installed it since the first look
+                AttentionInterface.register("sdpa", self)
 
     def __call__(
         self,
@@ -83,7 +96,7 @@ class _PackedAttention:
 def is_plain(function: Any, options: dict[str, Any]) -> bool:
     """Whether an attention function, given these options, is transformers' "sdpa" as it can be packed."""
     is_own = isinstance(function, _PackedAttention) and function._original is sdpa_attention_forward
-    return is_own and all(options.get(name) is None for name in _NOT_PACKED)
+    return is_own and all(map(is_, map(options.get, _NOT_PACKED), repeat(None)))  # no frame for each of them
 
 
 def _of_one_token(

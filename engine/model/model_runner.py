@@ -23,7 +23,7 @@ from engine.compiling.layer_packages import ComputeAgain, LayerPackages
 from engine.errors import InputError, OptionError
 from engine.host_allocator import keep_freed_memory
 from engine.kernels import packed_attention
-from engine.kernels.linear_backend import active, table_for
+from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
 from engine.kernels.linear_routes import TORCH
 from engine.model.columns import Columns
 from engine.model.facts import ModelFacts
@@ -72,7 +72,8 @@ class ModelRunner:
         self.ranks, self._turn = ranks_of(model), turn_of(model)
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
-        packed_attention.install()
+        self._linears = None if self._table is None else RoutedLinears(model, self._table)
+        packed_attention.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
         self.arguments = ForwardArguments(model)
@@ -303,16 +304,20 @@ class ModelRunner:
     ) -> ModelOutput:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
-            inputs = self.arguments.of_compiled(inputs, step)
-        table = self._table if routed else None
-        if table is not None and not step.prefill:
-            table = table.for_step(len(step.ids) * (step.end - step.begin))
-        outer = active.table, packed_attention.active.packs  # of a step that this one is inside of
+            inputs, routed = self.arguments.of_compiled(inputs, step), False
+        outer = active.routes, packed_attention.active.packs  # of a step that this one is inside of
+        layers, routes = dict[Any, Any](), None
+        if routed and self._linears is not None:
+            layers = self._linears.of_step(None if step.prefill else len(step.ids) * (step.end - step.begin))
+            routes = layers or active.routes
+        enter, leave = changes(layers, RoutedLinear)
         try:
-            active.table, packed_attention.active.packs = table, True
+            active.routes, packed_attention.active.packs = routes, True
+            enter()
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
-        finally:
-            active.table, packed_attention.active.packs = outer
+        finally:  # Ctrl-C may come behind a call: there is one, the last
+            active.routes, packed_attention.active.packs = outer
+            leave()
 
     def _in_one_graph(self, **inputs: Any) -> ModelOutput:
         assert self._compiled is not None

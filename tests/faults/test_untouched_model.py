@@ -1,7 +1,11 @@
-"""A run leaves the model's modules alone, also while it computes: copies, pickles and moves see an untouched model."""
+"""A run leaves the model's modules alone, also while it computes: copies, pickles and moves see an untouched model.
+
+Only the class of linear layers is another one in a step, and says that it is torch's.
+"""
 
 import copy
 import gc
+import io
 import pickle
 import threading
 from contextlib import contextmanager, suppress
@@ -13,11 +17,12 @@ from interrupts import attributes, interrupted_twice
 from leaks import hidden_layer
 from multimodal import seeing_model, seen_prompt
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import DynamicCache
 
 import caches
 import engine
-from engine.kernels import linear_backend
+from engine.kernels import linear_backend, linear_routes
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
@@ -34,14 +39,35 @@ def zeroed(model):
     return model
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def pickled(model):
+    data = pickle.dumps(model)
+    assert b"engine" not in data  # it loads without this package
+    return pickle.loads(data)
+
+
+def torch_saved(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"engine" not in file.getvalue()
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+def types_of(model):
+    return [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled, torch_saved])
 def test_a_copy_made_during_a_step_has_weights_of_its_own(duplicate):
     # A new one: transformers leaves hooks in a model that has recorded hidden states, which cannot be pickled.
     model, inputs, copies = tiny_model.__wrapped__("llama"), prompt(), []
+    expected = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    untouched = types_of(model)
 
     def hook(*_):
         assert attributes(model).keys() == before.keys()
         assert all(attributes(model)[name] == of for name, of in before.items())
+        assert linear_backend.RoutedLinear in types_of(model)
+        assert [module.__class__ for module in model.modules()] == untouched
         if not copies:
             copies.append(None)
             handle.remove()
@@ -49,15 +75,50 @@ def test_a_copy_made_during_a_step_has_weights_of_its_own(duplicate):
 
     handle = hidden_layer(model).register_forward_hook(hook)
     before = attributes(model)
-    engine.Generator(model, config=ROUTED).generate(inputs, max_new_tokens=3)
-    found = zeroed(copies[0])
+    generator = engine.Generator(model, config=ROUTED)
+    generator.generate(inputs, max_new_tokens=3)
+    found = copies[0]
+    assert types_of(found) == types_of(model) == types_of(duplicate(model)) == untouched
     assert not any("forward" in module.__dict__ for module in found.modules())
+    assert torch.equal(found.generate(**inputs, max_new_tokens=3, do_sample=False), expected)
+    zeroed(found)
     with torch.no_grad():
         assert not found(**inputs).logits.any()
     assert torch.equal(  # the zeros are the copy's alone
         engine.generate(model, inputs, max_new_tokens=3).sequences,
         model.generate(**inputs, max_new_tokens=3, do_sample=False),
     )
+
+
+def test_torchs_own_linear_layers_are_never_replaced():
+    """By no call, and while a stream waits: the model computes to the bit what it did, and has gradients."""
+    own, model, inputs = vars(nn.Linear)["forward"], tiny_model("llama"), prompt()
+    untouched, before = types_of(model), attributes(model)
+
+    def is_plain():
+        with torch.no_grad():
+            logits = model(**inputs).logits
+        return torch.equal(logits, expected) and types_of(model) == untouched and vars(nn.Linear)["forward"] is own
+
+    with torch.no_grad():
+        expected = model(**inputs).logits
+    generators = [engine.Generator(model, config=ROUTED) for _ in range(2)]
+    draft = {"assistant_model": model, "num_assistant_tokens": 2}
+    for options in ({}, {"cache": "static"}, {"num_beams": 3}, draft):
+        streams = [one.stream(inputs, max_new_tokens=4, **options) for one in generators]
+        for _ in range(2):
+            for stream in streams:
+                next(stream)
+                assert is_plain()
+        assert streams[0].result().tokens == streams[1].result().tokens
+    generators[0].release()
+    assert is_plain()
+    assert generators[1].generate(inputs, max_new_tokens=3).stats.linears != "torch"
+    del generators, streams, stream
+    gc.collect()
+    assert is_plain()
+    assert attributes(model) == before
+    assert model(**inputs).logits.requires_grad
 
 
 def test_modules_are_as_they_were_after_two_ctrl_c():
@@ -93,42 +154,123 @@ def test_derivatives_stay_on_where_a_context_was_stopped_as_it_ended(name, monke
     assert found
 
 
-def test_routes_are_taken_in_the_thread_of_the_step_alone(monkeypatch):
-    model, layer, row, taken = tiny_model("llama"), nn.Linear(48, 48), torch.randn(1, 48), []
-    route = linear_backend.Table.route
-    monkeypatch.setattr(
-        linear_backend.Table, "route", lambda self, *of: taken.append(threading.current_thread()) or route(self, *of)
-    )
+def test_routes_are_taken_in_the_thread_of_the_step_alone():
+    """And by its model alone."""
+    model, other, inputs, threads = tiny_model("llama"), copy.deepcopy(tiny_model("llama")), prompt(), []
 
     @torch.no_grad()
-    def use():
-        plain.append(layer(row))
+    def use(plain):
+        found.append(torch.equal(plain(**inputs).logits, expected))
 
     def hook(*_):
-        other = threading.Thread(target=use)
-        other.start()
-        other.join(30)
-        assert linear_backend.active.table is not None
-        use()
+        if not threads:  # else the models that it calls would call it
+            assert linear_backend.active.routes is not None
+            threads.append(threading.Thread(target=use, args=[model]))
+            threads[0].start()
+            threads[0].join(30)
+            use(other)
 
-    plain = []
+    found = []
+    with torch.no_grad():
+        expected = other(**inputs).logits
     handle = hidden_layer(model).register_forward_hook(hook)
     try:
-        engine.Generator(model, config=ROUTED).generate(prompt(), max_new_tokens=1)
+        engine.Generator(model, config=ROUTED).generate(inputs, max_new_tokens=1)
     finally:
         handle.remove()
-    assert set(taken) == {threading.current_thread()}
-    assert torch.equal(plain[0], nn.functional.linear(row, layer.weight, layer.bias))
-    assert len(plain) == 2
+    assert found == [True, True]
+
+
+@pytest.mark.parametrize("linears", ["onednn", "default"])
+def test_a_step_inside_of_a_step_leaves_the_routes_to_the_outer_one(linears, monkeypatch):
+    """And takes them itself where its generator has routes."""
+    taken, seen, model = [], [], tiny_model("llama")
+    routes = {name: lambda *inputs, route=route: taken.append(0) or route(*inputs)
+              for name, route in linear_routes.routes().items()}  # fmt: skip
+    monkeypatch.setattr(linear_backend, "routes", lambda: routes)
+    generator, inner = (engine.Generator(model, config=engine.EngineConfig(linears=one)) for one in ("onednn", linears))
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+
+    def hook(*_):
+        if not seen:
+            seen.append(0)
+            before = len(taken)
+            inner.generate(prompt(), max_new_tokens=2)
+            seen.append(len(taken) - before)
+            seen.append(types_of(model).count(linear_backend.RoutedLinear))
+
+    handle = hidden_layer(model).register_forward_hook(hook)
+    try:
+        generator.generate(prompt(), max_new_tokens=1)
+    finally:
+        handle.remove()
+    assert seen == [0, 2 * layers if linears == "onednn" else 0, layers]
+    assert len(taken) == layers + seen[1]
+
+
+def test_a_cache_that_was_made_inside_of_a_step_can_be_continued():
+    model, made = copy.deepcopy(tiny_model("llama")), []
+
+    def hook(*_):
+        handle.remove()
+        made.append(generator.generate(prompt(pads=0), max_new_tokens=2))
+
+    generator = engine.Generator(model, config=ROUTED)
+    handle = hidden_layer(model).register_forward_hook(hook)
+    generator.generate(prompt(), max_new_tokens=1)
+    [first] = made
+    later = generator.generate(first.sequences, cache=first.cache, max_new_tokens=2)
+    assert torch.equal(later.sequences, generator.generate(prompt(pads=0), max_new_tokens=4).sequences)
 
 
 @pytest.mark.parametrize("use", [torch.jit.script, lambda layer: torch.compile(layer, backend="eager", fullgraph=True),
                                  torch.fx.symbolic_trace,
                                  lambda layer: pickle.loads(pickle.dumps(layer.forward))])  # fmt: skip
 def test_other_users_of_linear_layers_see_no_difference(use):
-    linear_backend.table_for(nn.Linear(8, 8), "onednn")
-    layer, rows = nn.Linear(8, 8), torch.randn(3, 8)
-    assert torch.equal(use(layer)(rows), layer(rows))
+    model = tiny_model("llama")
+    generator = engine.Generator(model, config=ROUTED)
+    generator.generate(prompt(), max_new_tokens=2)
+    layer, plain, rows = model.model.layers[0].mlp.gate_proj, nn.Linear(32, 64, bias=False), torch.randn(3, 32)
+    plain.weight = layer.weight
+    assert torch.equal(use(layer)(rows), use(plain)(rows))
+
+
+def test_a_model_that_is_changed_while_a_generator_lives():
+    """As PEFT, accelerate and quantization change it; each before and after a call."""
+    inputs, changes = prompt(), [with_adapter, with_hooks, with_parametrization]
+    for change in changes:
+        model = tiny_model.__wrapped__("llama")
+        generator = engine.Generator(model, config=ROUTED)
+        generator.generate(inputs, max_new_tokens=2)
+        changed, undo = change(model)
+        expected = changed.generate(**inputs, max_new_tokens=6, do_sample=False)
+        assert torch.equal(generator.generate(inputs, max_new_tokens=6).sequences, expected)
+        undo()
+        assert torch.equal(
+            generator.generate(inputs, max_new_tokens=6).sequences,
+            model.generate(**inputs, max_new_tokens=6, do_sample=False),
+        )
+        assert linear_backend.RoutedLinear not in types_of(model)
+        assert not any("engine" in type(module).__mro__[1].__module__ for module in model.modules())
+
+
+def with_adapter(model):
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    return adapted, adapted.unload
+
+
+def with_hooks(model):
+    hooks = pytest.importorskip("accelerate.hooks")
+    for module in model.modules():
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    return model, lambda: hooks.remove_hook_from_module(model, recurse=True)
+
+
+def with_parametrization(model):
+    layer = model.model.layers[0].mlp.up_proj
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return model, lambda: parametrize.remove_parametrizations(layer, "weight")
 
 
 @contextmanager

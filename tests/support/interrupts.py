@@ -65,7 +65,8 @@ def interrupted_twice(tries: int, seed: int, tell: Callable[[str], None] = lambd
             ended, caught = _attempt(lambda: call(generator, inputs, options), first, second)  # noqa: B023
             state = f"try {number} ({options}, Ctrl-C after {first:.6f} s and {second:.6f} s)"
             assert attributes(model) == before, state
-            assert linear_backend.active.table is None, state
+            assert linear_backend.active.routes is None, state
+            assert not any(type(module) is linear_backend.RoutedLinear for module in model.modules()), state
             assert torch.is_grad_enabled(), state
             assert _is_free(model), state
             # Python itself drops what is raised while it collects an object.

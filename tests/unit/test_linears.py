@@ -1,7 +1,8 @@
 """Linear layers through other operators and our own kernel: the same numbers up to rounding."""
 
 import copy
-import pickle
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -15,46 +16,47 @@ from torch.nn.utils import parametrize, prune
 
 import engine
 from caches.platform.torch_api import pack_int4
+from engine.compiling import package_builder
+from engine.compiling.layer_step import LayerStep, Place
 from engine.kernels import linear_backend, linear_kernels, linear_routes, low_bit_linears
-from engine.kernels.linear_backend import Table, active, table_for
+from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
 from engine.kernels.linear_kernels import join_products, kernels
 from engine.kernels.linear_routes import ALL_TORCH
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
+ROUTED = engine.EngineConfig(linears="onednn")
+
+
+def noted(taken):
+    """The routes; each appends its name to `taken`."""
+
+    def noting(name, route):
+        return lambda *inputs: taken.append(name) or route(*inputs)
+
+    return {name: noting(name, route) for name, route in linear_routes.routes().items()}
+
 
 @contextmanager
-def routed(table):
-    """As in a step of ours; collects which routes are taken, and None where torch's own product is."""
+def routed(model, name):
+    """As in a step of ours whose products all have the route of this name; collects which are taken."""
     taken = []
+    shapes = {tuple(one.weight.shape) for one in model.modules() if isinstance(one, nn.Linear)}
+    with in_step(model, Table(dict.fromkeys(shapes, (name,) * 7), noted(taken))):
+        yield taken
 
-    class Noting(Table):
-        def __init__(self):
-            pass
 
-        def route(self, shape, rows):
-            found = table.route(shape, rows)
-            if found is None:
-                taken.append(None)
-                return None
-
-            def noted(*arguments):
-                taken.append(found)
-                return found(*arguments)
-
-            return noted
-
-    active.table = Noting()
+@contextmanager
+def in_step(model, table, rows=None):
+    active.routes = RoutedLinears(model, table).of_step(rows)
+    enter, leave = changes(active.routes, RoutedLinear)
     try:
+        enter()
         with torch.no_grad():
-            yield taken
+            yield
     finally:
-        active.table = None
-
-
-def table_of(name, *shapes):
-    table_for(nn.Linear(8, 8), "onednn")  # which makes linear layers ask
-    return Table(dict.fromkeys(shapes or [(8, 8)], (name,) * 7), linear_routes.routes())
+        active.routes = None
+        leave()
 
 
 @pytest.mark.parametrize("name", ["mm", "onednn", "swapped"])
@@ -64,11 +66,11 @@ def test_equal_to_rounding(bias, shape, name):
     layer, input = nn.Linear(48, 33, bias=bias), torch.randn(shape)
     with torch.no_grad():
         expected = layer(input)
-    with routed(table_of(name, (33, 48))) as taken:
+    with routed(layer, name) as taken:
         torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(layer(input.expand(2, *shape)[1]), expected, atol=1e-5, rtol=1e-5)
         assert layer(input).is_contiguous()  # models take views of it
-    assert taken == [linear_routes.routes()[name]] * (3 if input.numel() else 0)
+    assert taken == [name] * (3 if input.numel() else 0)
 
 
 @pytest.mark.parametrize(("rows", "shape", "expected"), [
@@ -82,16 +84,34 @@ def test_rows_and_shape_choose_the_route(rows, shape, expected):
         (512, 256): ("torch", "mm", "onednn", "swapped", "mm", "onednn", "torch"),
         (256, 512): ("onednn",) * 7,
     }
-    table = Table(names, linear_routes.routes())
-    assert table.route(shape, rows) is linear_routes.routes().get(expected)
+    taken = []
+    table, layer = Table(names, noted(taken)), nn.Linear(*reversed(shape))
+    with in_step(layer, table, rows):
+        layer(torch.randn(1, rows, shape[1]))
+    assert taken == [name for name in [expected] if name != "torch"]
     assert str(table).startswith("256x512: onednn; 512x256: 1 row torch, 2-4 mm, 5-8 onednn")
 
 
-@pytest.mark.parametrize(("rows", "looks"), [(1, False), (4, False), (5, True), (64, True), (65, True)])
-def test_a_step_of_few_rows_without_a_route_looks_up_nothing(rows, looks):
-    names = {(8, 8): ("torch",) * 7, (16, 8): ("torch", "torch", "mm", "torch", "torch", "torch", "torch")}
-    table = Table(names, linear_routes.routes())
-    assert table.for_step(rows) is (table if looks else None)
+@pytest.mark.parametrize(
+    ("rows", "shapes"), [(1, []), (4, []), (5, [16]), (64, [16]), (65, [12, 16]), (None, [12, 16])]
+)
+def test_layers_without_a_route_for_so_few_rows_are_left_alone(rows, shapes):
+    names = {(8, 8): ("torch",) * 7, (16, 8): ("torch", "torch", "mm", "torch", "torch", "torch", "torch"),
+             (12, 8): (*("torch",) * 6, "mm")}  # fmt: skip
+    model = nn.ModuleList([nn.Linear(8, outs) for outs in (8, 12, 16, 20)])
+    layers = RoutedLinears(model, Table(names, linear_routes.routes())).of_step(rows)
+    assert [layer.out_features for layer in layers] == shapes
+
+
+def test_layers_that_others_replace_are_freed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    layers = RoutedLinears(model, table_for(model, "onednn"))
+    assert [*layers.of_step()] == [*model]
+    before = weakref.ref(model[0])
+    model[0] = nn.Identity()
+    gc.collect()
+    assert before() is None
+    assert [*layers.of_step()] == [model[1]]
 
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
@@ -99,7 +119,7 @@ def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatc
     model = copy.deepcopy(tiny_model("llama"))
     generator, seen = engine.Generator(model), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
-        lambda layer, given: seen.append((given[0].numel() // given[0].shape[-1], active.table is not None))
+        lambda layer, given: seen.append((given[0].numel() // given[0].shape[-1], type(layer) is RoutedLinear))
     )
     generator.generate(prompt(rows=1, pads=0), max_new_tokens=3)
     generator.generate(prompt(rows=2), max_new_tokens=2)
@@ -124,11 +144,13 @@ def test_what_compiled_code_multiplies_with(monkeypatch):
 
 def test_new_weights_are_seen():
     layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    table = table_for(layer, "onednn")
-    layer.weight = nn.Parameter(torch.zeros(8, 8))
-    layer.bias = nn.Parameter(torch.ones(8))
-    with routed(table):
+    with routed(layer, "onednn") as taken:
+        layer.weight = nn.Parameter(torch.zeros(8, 8))
+        layer.bias = nn.Parameter(torch.ones(8))
         assert torch.equal(layer(input), torch.ones(2, 8))
+        layer.weight, layer.bias = nn.Parameter(torch.ones(4, 5)), None  # of another shape
+        torch.testing.assert_close(layer(input[:, :5]), input[:, :5].sum(dim=1, keepdim=True).expand(2, 4))
+    assert len(taken) == 2
 
 
 def test_which_models_have_routes():
@@ -151,8 +173,7 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(600, 512), nn.Linear(512, 700), nn.Linear(600, 512))
     table = table_for(model, "auto")
     assert asked == [{(8, 8), (512, 600), (700, 512)}]
-    assert table.route((512, 600), 2) is linear_routes.routes()["mm"]
-    assert table.route((700, 512), 2) is None
+    assert table.routes == {(512, 600): [linear_routes.routes().get(name) for name in names]}
     assert str(table) == linear_backend._in_short(names)
     monkeypatch.setattr(linear_backend, "fastest", lambda shapes: dict.fromkeys(shapes, ALL_TORCH))
     assert table_for(model, "auto") is None
@@ -160,49 +181,26 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
 
 def test_a_bias_that_is_computed_is_left_alone():
     layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    parametrize.register_parametrization(layer, "bias", nn.Tanh())
+    prune.identity(layer, "bias")
+    plain = nn.Linear(8, 8, bias=False)
     with torch.no_grad():
         expected = layer(input)
-    with routed(table_of("onednn")) as taken:
+    with routed(nn.ModuleList([layer, plain]), "onednn") as taken:
         assert torch.equal(layer(input), expected)
         assert not taken
-        assert torch.isfinite(nn.Linear(8, 8, bias=False)(input)).all()
+        assert torch.isfinite(plain(input)).all()
         assert taken
 
 
-def test_what_another_library_has_put_there_is_called(monkeypatch):
-    called, layer, input = [], nn.Linear(8, 8), torch.randn(2, 8)
-    table_of("onednn")
-    before = nn.Linear.forward
-
-    def theirs(self, input):
-        called.append(self)
-        return before(self, input) / 2
-
-    monkeypatch.setattr(nn.Linear, "forward", theirs)
-    for route in ("torch", "onednn"):
-        with routed(table_of(route)) as taken, torch.no_grad():
-            torch.testing.assert_close(layer(input), nn.functional.linear(input, layer.weight, layer.bias) / 2)
-        assert len(taken) == 1  # by ours, below theirs
-    assert called == [layer, layer]
-
-
-def test_what_another_library_computes_instead_is_not_routed(monkeypatch):
-    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: input * 2)
-    with routed(table_of("onednn")) as taken:
-        assert torch.equal(layer(input), input * 2)
-    assert not taken
-    ours = nn.Linear.forward
-    table_of("onednn")
-    assert nn.Linear.forward is ours
-
-
-def test_methods_can_be_pickled():
-    layer, input = nn.Linear(8, 8), torch.randn(2, 8)
-    table_of("onednn")
-    assert pickle.loads(pickle.dumps(nn.Linear.forward)) is nn.Linear.forward
-    assert torch.equal(pickle.loads(pickle.dumps(layer.forward))(input), layer(input))
+def test_what_another_library_has_put_there_computes(monkeypatch):
+    model = copy.deepcopy(tiny_model("llama"))
+    generator, called, forward = engine.Generator(model, config=ROUTED), [], nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, input: called.append(type(self)) or forward(self, input))
+    out = generator.generate(prompt(), max_new_tokens=3)
+    layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    assert called == [nn.Linear] * 3 * layers
+    monkeypatch.undo()
+    assert out.tokens == generator.generate(prompt(), max_new_tokens=3).tokens
 
 
 class Scaled(nn.Linear):
@@ -220,29 +218,45 @@ def with_quantized_weight():
     return layer
 
 
+def with_computed_weight():
+    layer = nn.Linear(8, 8)
+    parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return layer
+
+
 @pytest.mark.parametrize(
-    "make", [with_quantized_weight, lambda: prune.identity(nn.Linear(8, 8), "weight"), lambda: nn.Linear(8, 8).double()]
-)
+    "make", [with_quantized_weight, with_computed_weight, lambda: prune.identity(nn.Linear(8, 8), "weight"),
+             lambda: nn.Linear(8, 8).double(), lambda: Scaled(8, 8)]
+)  # fmt: skip
 def test_layers_that_are_not_plain_are_left_alone(make):
-    layer = make()
-    with routed(table_of("onednn")) as taken:
-        layer(torch.randn(2, 8, dtype=next(layer.parameters()).dtype))
+    layer, plain = make(), nn.Linear(8, 8)
+    input = torch.randn(2, 8, dtype=next(layer.parameters()).dtype)
+    with torch.no_grad():
+        expected = layer(input)
+    with routed(nn.ModuleList([layer, plain]), "onednn") as taken:
+        assert torch.equal(layer(input), expected)
         assert not taken
-        nn.Linear(8, 8)(torch.randn(2, 8))
+        plain(torch.randn(2, 8))
         assert taken
 
 
-def test_a_layer_that_does_more_does_it():
-    layer, input = Scaled(8, 8), torch.randn(2, 8)
-    with torch.no_grad():
-        expected = layer(input)
-    with routed(table_of("onednn")):
-        torch.testing.assert_close(layer(input), expected)
+@pytest.mark.parametrize("change", [with_quantized_weight, with_computed_weight])
+def test_layers_that_are_changed_in_a_step_are_left_alone(change):
+    """By a hook. A layer of another class by the end of the step keeps it."""
+    layer, other = nn.Linear(8, 8), change()
+    with routed(layer, "onednn") as taken:
+        if type(other) is nn.Linear:
+            layer.weight = other.weight
+        else:
+            parametrize.register_parametrization(layer, "weight", nn.Tanh())
+        layer(torch.randn(2, 8))
+        assert not taken
+    assert layer(torch.randn(2, 8)).shape == (2, 8)
 
 
 def test_other_types_and_derivatives_take_torchs_own():
     layer, rows = nn.Linear(8, 8), torch.randn(2, 8)
-    with routed(table_of("onednn")) as taken:
+    with routed(layer, "onednn") as taken:
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(rows).dtype == torch.bfloat16
         with torch.enable_grad():
@@ -280,7 +294,8 @@ def test_a_failing_forward_ends_the_routes(monkeypatch):
     generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
     with pytest.raises(engine.GenerationInterrupted, match="ZeroDivisionError"):
         generator.generate(prompt(), max_new_tokens=5)
-    assert active.table is None
+    assert active.routes is None
+    assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
 
 
 def test_a_model_that_was_moved_is_left_alone():
@@ -298,7 +313,7 @@ def test_the_kernel(rows, outs, width):
     layer, input = nn.Linear(width, outs), torch.randn(1, rows, width)
     with torch.no_grad():
         expected = layer(input)
-        with routed(table_of("kernel", (outs, width))) as taken:
+        with routed(layer, "kernel") as taken:
             torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(layer(input[0, 0]), expected[0, 0], atol=1e-5, rtol=1e-5)
             strided = torch.randn(width, 2).T
@@ -309,7 +324,7 @@ def test_the_kernel(rows, outs, width):
             torch.testing.assert_close(layer(input), expected, atol=1e-5, rtol=1e-5)
             input[..., 0] = float("nan")
             assert layer(input).isnan().all()
-    assert taken == [linear_routes.routes()["kernel"]] * 7
+    assert taken == ["kernel"] * 7
 
 
 @needs_kernels
@@ -389,4 +404,30 @@ def test_generation_through_the_kernel(options, monkeypatch):
 def test_without_kernels_there_is_no_route():
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
-    assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).route((8, 8), 1) is None
+    assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).routes == {(8, 8): [None] * 6}
+
+
+@needs_kernels
+def test_code_that_is_compiled_has_the_routes(monkeypatch, tmp_path):
+    """Of products in float32; the layers are torch's own again after it is traced."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4, bias=False)
+            self.third, self.last = nn.Linear(4, 8), nn.Linear(8, 8).double()
+
+        def forward(self, input, cache):
+            return self.last(self.third(self.second(self.first(input))).double())
+
+    programs = []
+    monkeypatch.setattr(package_builder, "compile_package", lambda program, path, change: programs.append(program))
+    monkeypatch.setattr(package_builder.os, "replace", lambda source, target: None)
+    layers = Layers().eval().requires_grad_(False)
+    step = LayerStep(layers, ((torch.randn(2, 1, 8), Place.CACHE), {}))
+    table = Table({(8, 8): ("kernel",) * 7, (4, 8): ("onednn",) * 7}, linear_routes.routes())
+    package_builder._build(step, table, tmp_path / "layer.pt2")
+    calls = [str(node.target) for node in programs[0].graph.nodes if node.op == "call_function"]
+    products = [name for name in calls if "linear" in name]
+    assert products == ["kvengine.linears.default", "mkldnn._linear_pointwise.default", *["aten.linear.default"] * 2]
+    assert [type(layer) for layer in layers.children()] == [nn.Linear] * 4

@@ -1,6 +1,8 @@
 """Attention with packed query heads: the same numbers up to rounding, in the engine's steps alone."""
 
 import copy
+import gc
+import threading
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import engine
 from caches.attention import prompt_attention
+from engine.compiling import layer_attention
 from engine.kernels import packed_attention
 
 HEADS, GROUPS, WIDTH, COLUMNS = 6, 3, 16, 40
@@ -33,8 +36,14 @@ def queries(monkeypatch):
 
 
 @pytest.fixture
-def in_a_step(monkeypatch):
-    packed_attention.install()
+def installed():
+    packed_attention.install(user := torch.nn.Module())
+    yield
+    del user
+
+
+@pytest.fixture
+def in_a_step(installed, monkeypatch):
     monkeypatch.setattr(packed_attention.active, "packs", True)
 
 
@@ -132,8 +141,7 @@ def test_other_attention_is_transformers_own(in_a_step, queries, options):
     assert queries[0] == queries[1]
 
 
-def test_outside_of_a_step_transformers_computes(queries):
-    packed_attention.install()
+def test_outside_of_a_step_transformers_computes(installed, queries):
     found, expected = attention()
     assert torch.equal(found, expected)
     assert queries[0] == queries[1]
@@ -151,6 +159,20 @@ def test_decode_steps_are_packed_and_the_model_is_as_it_was(queries):
     assert packed not in [shape[:3] for shape in queries]
 
 
+def test_transformers_has_its_own_function_again_when_the_last_generator_is_collected():
+    gc.collect()  # those of other tests
+    AttentionInterface.register("sdpa", sdpa_attention_forward)
+    model = tiny_model("llama")
+    generators = [engine.Generator(model) for _ in range(2)]
+    streams = [generators[0].stream(prompt(), max_new_tokens=3)]
+    next(streams[0])
+    for users in (generators, generators, streams):
+        assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_attention_forward
+        users.pop()
+        gc.collect()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+
+
 def test_a_function_that_is_registered_by_the_name_is_called(monkeypatch):
     def half(*arguments, **options):
         found, weights = sdpa_attention_forward(*arguments, **options)
@@ -165,3 +187,19 @@ def test_a_function_that_is_registered_by_the_name_is_called(monkeypatch):
     finally:
         AttentionInterface.register("sdpa", before)
     assert not torch.equal(engine.generate(model, prompt(), max_new_tokens=9).sequences, expected)
+
+
+def test_models_find_attention_as_before_once_no_layer_is_watched():
+    before, seen = dict(vars(ALL_ATTENTION_FUNCTIONS)), []
+    watches = [layer_attention._attention_by(lambda function, *_, n=n: (seen.append(n), n)) for n in range(2)]
+    watches[0].__enter__()
+    other = threading.Thread(target=lambda: watches[1].__enter__())
+    other.start()
+    other.join()
+    ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(None)
+    watches[0].__exit__(None, None, None)
+    assert seen == [0]
+    assert ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None) is ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert vars(ALL_ATTENTION_FUNCTIONS) != before  # the other thread's is open
+    watches[1].__exit__(None, None, None)
+    assert vars(ALL_ATTENTION_FUNCTIONS) == before
