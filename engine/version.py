@@ -5,4 +5,4 @@ from importlib.metadata import PackageNotFoundError, version
 try:
     __version__ = version("kvengine")
 except PackageNotFoundError:  # imported from a checkout
-    __version__ = "0.1.0+unknown"
+    __version__ = "0.2.0+unknown"
