@@ -124,43 +124,33 @@ class Driver:
             self.loop.stream_buffer.begin()
         answers: list[Any] = [None]  # at most one: nothing else keeps scores while the next ones are computed
         while not self.loop.done:
+            forward, chunks = None, list[StreamChunk]()
             with self._cancellation.noting_keys():
-                step = self._step(flow, answers, piece_tokens is None)
-            if step is None:
-                break
-            if isinstance(step, Forward):
+                grad = torch.is_grad_enabled()
+                try:  # as in `_without_grad`, but that no call comes between the run and its steps
+                    set_grad_enabled(False)
+                    try:
+                        operation = flow.send(answers.pop())
+                    except StopIteration:
+                        break
+                    if not isinstance(operation, Forward):
+                        answer, chunks = self.loop.perform(operation)
+                        answers.append(answer)
+                        del answer
+                    elif piece_tokens is None:
+                        answers.append(self.loop.forward(operation))
+                    else:
+                        forward = operation
+                    del operation
+                finally:
+                    set_grad_enabled(grad)
+            if forward is not None:
                 assert piece_tokens is not None
-                answers.append((yield from self._with_others(step, piece_tokens)))
-            elif step:
-                yield from self._shown(step)
+                answers.append((yield from self._with_others(forward, piece_tokens)))
+                forward = None
+            if chunks:
+                yield from self._shown(chunks)
         yield from self._shown(self.loop.read_all())
-
-    def _step(self, flow: Flow, answers: list[Any], alone: bool) -> list[StreamChunk] | Forward | None:
-        """The operations of the flow up to one that shows something, or to a `Forward`; None at its end.
-
-        answers: the last one, which goes to the flow; the next one is put there. alone: whether the `Forward` is
-        performed too. Without gradients, as in `_without_grad`.
-        """
-        grad = torch.is_grad_enabled()
-        try:
-            set_grad_enabled(False)
-            while True:
-                try:
-                    operation = flow.send(answers.pop())
-                except StopIteration:
-                    return None
-                if isinstance(operation, Forward):
-                    if not alone:
-                        return operation
-                    answers.append(self.loop.forward(operation))
-                    return []
-                answer, chunks = self.loop.perform(operation)
-                answers.append(answer)
-                del answer, operation
-                if chunks or self.loop.done:
-                    return chunks
-        finally:
-            set_grad_enabled(grad)
 
     def _with_others(
         self, forward: Forward, piece_tokens: Callable[[], int]
