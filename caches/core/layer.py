@@ -46,6 +46,7 @@ class Layer:
         self, spec: LayerSpec, timeline: Timeline, scratch: Scratch, make_store: StoreFactory, preallocated: bool
     ):
         self.spec = spec
+        self.is_sliding = spec.attention_span.size is not None
         self.timeline = timeline
         names = [name for component, names in _STORES_OF.items() if component in spec.components for name in names]
         self.stores: dict[str, Store] = {name: make_store(Slot(spec, name, timeline, scratch)) for name in names}
@@ -268,10 +269,6 @@ class Layer:
     @property
     def is_initialized(self) -> bool:
         return next(self.tensors(), None) is not None
-
-    @property
-    def is_sliding(self) -> bool:
-        return self.spec.attention_span.size is not None
 
     def __repr__(self) -> str:
         return f"Layer({self.spec.layer_type}, kept_tokens={self.timeline.kept_tokens})"

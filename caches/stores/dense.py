@@ -37,7 +37,8 @@ class GrowingStore:
             self.buffer = self._allocate(new, timeline.room)
             slots = self._slots()
             assert slots is not None
-        check_alike((slots.shape[1], slots.shape[3]), slots.dtype, new)
+        if slots.dtype is not new.dtype or slots.shape[1::2] != new.shape[1::2]:
+            check_alike((slots.shape[1], slots.shape[3]), slots.dtype, new)
         if timeline.overflow:
             self.overflow = torch.cat([slots[:, :, timeline.start : timeline.end], new], dim=-2)
             return self.overflow

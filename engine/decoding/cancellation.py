@@ -43,7 +43,7 @@ class Cancellation:
 
     def noting_keys(self) -> AbstractContextManager[None]:
         """Only note the first Ctrl-C; the second one raises. A handler of the user's own stays in charge."""
-        return self._noting_keys() if self._is_free() else nullcontext()
+        return nullcontext() if Cancellation._notes or not self._is_free() else self._noting_keys()
 
     @contextmanager
     def _noting_keys(self) -> Iterator[None]:
@@ -59,7 +59,7 @@ class Cancellation:
     @staticmethod
     def _is_free() -> bool:
         """Whether nothing else handles Ctrl-C. `getsignal`, which takes microseconds, comes last."""
-        if Cancellation._notes or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return False
         return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

@@ -105,7 +105,7 @@ class ForwardExecutor:
                 self.cache.abort()
             raise
         try:
-            outputs, states = zip(*(collected.complete(rows, last) for rows, last in fed), strict=True)
+            outputs, states = zip(*[collected.complete(rows, last) for rows, last in fed], strict=True)
             return join_rows(outputs), torch.cat(states) if collected.hidden else None
         except BaseException:
             self.cache.abort()

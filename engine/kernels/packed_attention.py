@@ -103,7 +103,12 @@ def _of_one_token(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
 ) -> torch.Tensor:
     found = one_token_attention(query, [key], [value], mask, scale) if key.numel() >= _MUCH else None
-    return _packed(query, key, value, mask, scale) if found is None else found
+    if found is not None:
+        return found
+    rows, heads, _, width = query.shape
+    packed = query.reshape(rows, key.shape[1], -1, width)
+    found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
+    return found.reshape(rows, 1, heads, value.shape[-1])
 
 
 def _of_several(
@@ -123,15 +128,6 @@ def _of_several(
     if sees_all or key.numel() < _MUCH or any(map(others.get, _ONLY_ORIGINAL)):
         return None
     return prompt_attention(query, key, value, mask, scaling)
-
-
-def _packed(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
-) -> torch.Tensor:
-    rows, heads, _, width = query.shape
-    packed = query.reshape(rows, key.shape[1], -1, width)
-    found = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
-    return found.reshape(rows, 1, heads, value.shape[-1])
 
 
 def _can_be_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

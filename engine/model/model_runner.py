@@ -192,7 +192,7 @@ class ModelRunner:
             if options.check is not None:
                 options.check()
             with self._turn:
-                begin = cache.total_tokens
+                begin, handle = cache.total_tokens, cache.handle
                 end = self._end_of_step(cache, columns, begin, total, chunk_tokens, has_media)
                 if begin > 0 and not self.facts.is_as_left(cache, begin):
                     _start_again(cache, before, total)
@@ -201,18 +201,18 @@ class ModelRunner:
                     options.resume()
                 if options.prefill and self._packages is not None:
                     self._packages.begin_run()
-                begins = options.prefill or (begin == 0 and cache.handle is not None)  # or again, with its media
+                begins = options.prefill or (begin == 0 and handle is not None)  # or again, with its media
                 if options.prefill or begin == 0:
                     view.set_padding(columns.left_padding)
                 step = Step(ids, columns, cache, before, begin, end, begins)
                 logits = max(1, end - max(begin, total - options.logits_for_last))
                 arguments = self.arguments.of(step, inputs, logits)
-                if cache.handle is not None and arguments.get(self.arguments.of_cache.name) is None:
+                if handle is not None and arguments.get(self.arguments.of_cache.name) is None:
                     if max(begin, before) > 0:
                         _start_again(cache, before, total)
                         chunk_tokens = None
                         continue
-                    arguments[self.arguments.of_cache.name] = cache.handle
+                    arguments[self.arguments.of_cache.name] = handle
                 arguments |= inputs.flags
                 if options.hidden_states:
                     arguments["output_hidden_states"] = True
