@@ -92,11 +92,11 @@ class ForwardExecutor:
                     on_outputs=collected.of(rows),
                     check=self._check,
                     resume=self._frequencies.resume,
-                    compiled=self.is_compiled,
+                    compiled=self._why_not_compiled is None,
                     routed=self.routed,
                 )
                 columns, inputs, rows_ids = self.columns, self.inputs, ids
-                if rows != self._all_rows:
+                if cache is not self.cache:
                     rows_ids, index = ids[rows], torch.arange(rows.start, rows.stop, device=columns.device)
                     columns, inputs = columns.of_rows(index), inputs.of_rows(rows, self._all_rows.stop)
                 fed.append((rows, self._runner.feed(rows_ids, columns, cache, inputs, self._before, options)))

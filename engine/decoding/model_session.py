@@ -198,8 +198,9 @@ class ModelSession:
             while True:
                 try:
                     with self._ranks.together():
-                        self._ranks.note([self.cache.total_tokens])
-                        self.cache.finish()
+                        cache = self.cache
+                        self._ranks.note([cache.total_tokens])
+                        cache.finish()
                         if self._options.make_room is not None:
                             self._options.make_room(self, self.waiting)
                         return self.executor.run(self._ids.ids[:, :end], prefill, collected)
