@@ -253,3 +253,31 @@ def test_how_much_of_two_processors_is_quiet(monkeypatch, of_all, of_this, threa
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with pytest.raises(linear_routes._Busy) if is_busy else nullcontext():
         linear_routes._check_quiet(torch.ones(8))
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "kernels", "says"),
+    [
+        ("AMD EPYC 9554", "AVX512", True, "kernel"),
+        ("AMD EPYC 9554", "AVX2", True, "measured"),
+        ("AMD EPYC 9554", "AVX512", False, "measured"),
+        ("Intel(R) Xeon(R)", "AVX512", True, "measured"),
+    ],
+)
+def test_where_the_kind_of_processor_tells_nothing_is_measured(
+    name, capability, kernels, says, cache_folder, monkeypatch
+):
+    monkeypatch.setattr(linear_routes.sys, "platform", "linux")
+    monkeypatch.setattr(linear_routes, "processor", lambda: name)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(linear_routes, "routes", lambda: {"kernel": None} if kernels else {})
+    monkeypatch.setattr(linear_routes, "_measure", lambda shapes: dict.fromkeys(shapes, ("measured",) * 7))
+    assert linear_routes.usual([ONE, (8, 8)]) == {ONE: (says,) * 7, (8, 8): ALL_TORCH}
+
+
+@pytest.mark.usefixtures("measured")
+def test_what_was_measured_counts_more_than_the_kind_of_processor(monkeypatch):
+    linear_routes.fastest([ONE])
+    linear_routes._known.clear()
+    monkeypatch.setattr(linear_routes, "_agreed", lambda: ("kernel",) * 7)
+    assert linear_routes.usual([ONE, OTHER]) == {ONE: NAMES, OTHER: ("kernel",) * 7}
