@@ -2,8 +2,8 @@
 
 They are measured once per machine, where the kind of processor does not tell, and the results are kept in a file. With
 a measurement per process, the results of a script would differ from run to run: routes differ by rounding, and near a
-tie the choice is random. Nothing is measured while other programs use the processors: products whose threads wait for each
-other would lose to those of one thread.
+tie the choice is random. Nothing is measured while other programs use the processors: products whose threads wait for
+each other would lose to those of one thread.
 """
 
 from __future__ import annotations
