@@ -306,9 +306,9 @@ def own_code(model: nn.Module) -> set[int]:
         for number, hook in module_hooks.items()
     }
     theirs = ("transformers.", "accelerate.")
-    numbers = {number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(theirs)}
+    hook_ids = {number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(theirs)}
     forwards = (vars(module).get("forward") for module in model.modules() if accelerate_hook(module) is None)
-    return numbers | {id(forward) for forward in forwards if forward is not None}
+    return hook_ids | {id(forward) for forward in forwards if forward is not None}
 
 
 def keeps_tensors(model: nn.Module) -> bool:
