@@ -32,8 +32,8 @@ def join_rows(outputs: Sequence[ModelOutput]) -> ModelOutput:
     return type(outputs[0])(**joined)
 
 
-def _joined(*leaves: Any) -> Any:
+def _joined(*values: Any) -> Any:
     """One leaf of every group: tensors without rows are the same in all groups."""
-    if not isinstance(leaves[0], torch.Tensor):
+    if not isinstance(values[0], torch.Tensor):
         return None
-    return torch.cat(leaves) if leaves[0].ndim else leaves[0]
+    return torch.cat(values) if values[0].ndim else values[0]

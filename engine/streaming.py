@@ -82,7 +82,7 @@ class Stream:
 
 
 class Cancelled(Event):
-    """Set by itself or with another event. other: see `cancellation` of `engine.generate`; None for no other."""
+    """Set by itself or with another event. event: see `cancellation` of `engine.generate`; None for no other."""
 
     def __init__(self, event: Any = None):
         super().__init__()

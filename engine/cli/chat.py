@@ -61,7 +61,7 @@ def _banner(generator: Generator, talk: Chat) -> str:
 class Terminal:
     """Reads messages and commands from standard input and prints answers.
 
-    again: parameters of an answer that is tried again, which would be the same one without chance.
+    retry_parameters: of an answer that is tried again, which would be the same one without chance.
     """
 
     def __init__(self, chat: Chat, retry_parameters: dict[str, Any]):
