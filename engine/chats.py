@@ -39,20 +39,20 @@ class TemplateOptions:
     def of(cls, parameters: Any) -> TemplateOptions:
         """Those among the parameters of a call, an object or a mapping. Raises `OptionError`."""
         get = parameters.get if isinstance(parameters, Mapping) else lambda name: getattr(parameters, name)
-        found: dict[str, Any] = {name: get(name) for name in OPTIONS}
-        if found["continue_final_message"] and found["add_generation_prompt"]:
+        options: dict[str, Any] = {name: get(name) for name in OPTIONS}
+        if options["continue_final_message"] and options["add_generation_prompt"]:
             raise OptionError(
                 "continue_final_message goes on with the last message, and add_generation_prompt begins another one: "
                 "leave one of them out"
             )
-        return cls(**found)
+        return cls(**options)
 
     def resolved(self, messages: Sequence[Message]) -> TemplateOptions:
         """The same for these messages, with a value for each option."""
-        last, continues = messages[-1] if messages else {}, self.continue_final_message
+        message, continues = messages[-1] if messages else {}, self.continue_final_message
         if continues is None:  # as transformers' pipeline for text generation
-            said = last.get("role") == "assistant" and last.get("content") is not None and not last.get("tool_calls")
-            continues = said and not self.add_generation_prompt
+            is_text = message.get("content") is not None and not message.get("tool_calls")
+            continues = message.get("role") == "assistant" and is_text and not self.add_generation_prompt
         asks = not continues if self.add_generation_prompt is None else self.add_generation_prompt
         return replace(self, continue_final_message=continues, add_generation_prompt=asks)
 
@@ -64,8 +64,8 @@ CLOSED = TemplateOptions(continue_final_message=False, add_generation_prompt=Fal
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """The tokens that decoders leave out of a text: those with a name (eos, pad), and added ones called special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    found = {token: one.content for token, one in added.items() if one.special}
-    return found | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    tokens = {token: entry.content for token, entry in added.items() if entry.special}
+    return tokens | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def is_message(value: Any) -> bool:
@@ -107,10 +107,12 @@ def _as_read(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Message]:
     """
     as_text, as_parts = _probed(tokenizer, str), _probed(tokenizer, _part_of)
     if as_parts is None or "'type'" in as_parts or '"type"' in as_parts:
-        return messages if as_text is None else [_with_content(one, _joined) for one in messages]
+        return messages if as_text is None else [_with_content(message, _joined) for message in messages]
     if as_text is not None:
         return messages
-    return [_with_content(one, _part_of) if isinstance(one.get("content"), str) else one for one in messages]
+    return [
+        _with_content(message, _part_of) if isinstance(message.get("content"), str) else message for message in messages
+    ]
 
 
 def _with_content(message: Message, change: Callable[[Any], Any]) -> Message:
@@ -120,9 +122,9 @@ def _with_content(message: Message, change: Callable[[Any], Any]) -> Message:
 def _joined(content: Any) -> Any:
     if not isinstance(content, (list, tuple)):
         return content
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            raise InputError(f"the model's chat template reads texts alone, and a message has the part {part!r:.80}")
+    for item in content:
+        if not isinstance(item, Mapping) or item.get("type", "text") != "text" or not isinstance(item.get("text"), str):
+            raise InputError(f"the model's chat template reads texts alone, and a message has the part {item!r:.80}")
     return _text_of(content)
 
 
@@ -133,7 +135,7 @@ def _part_of(text: str) -> list[dict[str, str]]:
 def _text_of(content: Any) -> str:
     """The text of a content, without parts that are none."""
     if isinstance(content, (list, tuple)):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+        return "".join(str(item.get("text", "")) for item in content if isinstance(item, Mapping))
     return str(content or "")
 
 
@@ -149,11 +151,13 @@ def _probed(
     return None
 
 
-def _rendered(tokenizer: Any, options: TemplateOptions, messages: Sequence[Message], more: Mapping[str, Any]) -> str:
+def _rendered(
+    tokenizer: Any, options: TemplateOptions, messages: Sequence[Message], arguments: Mapping[str, Any]
+) -> str:
     """Fields that are null, as the content beside calls of tools is, are left out; a template that adds texts without a
     look gets an empty content."""
-    left_out = [{name: value for name, value in one.items() if value is not None} for one in messages]
-    filled = [{"content": ""} | one for one in left_out]
+    left_out = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    filled = [{"content": ""} | message for message in left_out]
     forms, failure = [left_out] if filled == left_out else [left_out, filled], None
     for form in forms:
         try:
@@ -163,7 +167,7 @@ def _rendered(tokenizer: Any, options: TemplateOptions, messages: Sequence[Messa
                     tokenize=False,
                     continue_final_message=bool(options.continue_final_message),
                     add_generation_prompt=bool(options.add_generation_prompt),
-                    **more,
+                    **arguments,
                 )
             )
         except Exception as error:  # a template raises what it likes
@@ -174,9 +178,9 @@ def _rendered(tokenizer: Any, options: TemplateOptions, messages: Sequence[Messa
 
 def ids_of(tokenizer: Any, text: str, options: TemplateOptions) -> list[int]:
     """The token ids of a text that `written` gave with these options, or of a part of it."""
-    first, *others = text.split(_BREAK) if options.sanitize_control_tokens else [text]
-    ids = list(tokenizer(first, add_special_tokens=False)["input_ids"])
-    return ids + [token for piece in others for token in _ids_of_piece(tokenizer, piece)]
+    beginning, *pieces = text.split(_BREAK) if options.sanitize_control_tokens else [text]
+    ids = list(tokenizer(beginning, add_special_tokens=False)["input_ids"])
+    return ids + [token for piece in pieces for token in _ids_of_piece(tokenizer, piece)]
 
 
 def _ids_of_piece(tokenizer: Any, piece: str) -> list[int]:
@@ -193,7 +197,7 @@ def _ids_of_piece(tokenizer: Any, piece: str) -> list[int]:
 def _sanitized(
     tokenizer: Any,
     messages: Sequence[Message],
-    more: Mapping[str, Any],
+    arguments: Mapping[str, Any],
     render: Callable[[Sequence[Message], Mapping[str, Any]], str],
 ) -> str:
     """The text with a `_BREAK` in every control token that a message, a tool or a further argument spells.
@@ -202,16 +206,18 @@ def _sanitized(
     where that changes the text too, none.
     """
     special, words = _control_tokens(tokenizer)
-    messages, more = _mapped((messages, more), lambda text: text.replace(_BREAK, ""))
-    plain = render(messages, more)
+    messages, arguments = _mapped((messages, arguments), lambda text: text.replace(_BREAK, ""))
+    plain = render(messages, arguments)
     in_answers = _breaking(special)  # thoughts and calls of tools in an answer are those of the model
     for change in (_breaking(special | words) if words - special else in_answers, in_answers):
-        own = [_mapped(one, in_answers if one.get("role") == "assistant" else change) for one in messages]
-        own_more = _mapped(more, change)
-        if own == messages and own_more == more:
+        broken = [
+            _mapped(message, in_answers if message.get("role") == "assistant" else change) for message in messages
+        ]
+        broken_arguments = _mapped(arguments, change)
+        if broken == messages and broken_arguments == arguments:
             return plain
         with suppress(Exception):  # a template raises what it likes
-            if (text := render(own, own_more)).replace(_BREAK, "") == plain:
+            if (text := render(broken, broken_arguments)).replace(_BREAK, "") == plain:
                 return text
     warn_once(
         "messages spell control tokens, and with these broken up the chat template writes another text: they are read "
@@ -223,9 +229,9 @@ def _sanitized(
 def _control_tokens(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The special tokens, and the other added ones that stand in the chat template, but no white space."""
     added, template = getattr(tokenizer, "added_tokens_decoder", {}).values(), str(tokenizer.chat_template)
-    special = frozenset(one for one in special_tokens(tokenizer).values() if len(one) > 1)
-    words = (one.content for one in added if one.content in template and not one.content.isspace())
-    return special, frozenset(one for one in words if len(one) > 1)
+    special = frozenset(token for token in special_tokens(tokenizer).values() if len(token) > 1)
+    words = (entry.content for entry in added if entry.content in template and not entry.content.isspace())
+    return special, frozenset(token for token in words if len(token) > 1)
 
 
 def _breaking(control: frozenset[str]) -> Callable[[str], str]:
@@ -234,12 +240,12 @@ def _breaking(control: frozenset[str]) -> Callable[[str], str]:
     if not control:
         return lambda text: text
     pattern = re.compile(f"(?=(?:{'|'.join(map(re.escape, sorted(control)))}))")
-    longest, first = max(map(len, control)), {one[0] for one in control}
+    longest, beginnings = max(map(len, control)), {token[0] for token in control}
 
     def broken(text: str) -> str:
-        begins, end = [one.start() for one in pattern.finditer(text)], len(text.rstrip())
+        begins, end = [match.start() for match in pattern.finditer(text)], len(text.rstrip())
         for begin in range(max(0, end - longest), end):
-            if text[begin] in first and any(one.startswith(text[begin:end]) for one in control):
+            if text[begin] in beginnings and any(token.startswith(text[begin:end]) for token in control):
                 begins.append(begin)
         cuts = [0, *(begin + 1 for begin in sorted({*begins})), len(text)]
         return _BREAK.join(text[begin:end] for begin, end in itertools.pairwise(cuts))
@@ -254,20 +260,20 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
         return {
             name if str(name).isidentifier() else _mapped(name, change): (
-                one if name == "role" and str(one).isidentifier() else _mapped(one, change)
+                entry if name == "role" and str(entry).isidentifier() else _mapped(entry, change)
             )
-            for name, one in value.items()
+            for name, entry in value.items()
         }
-    return [_mapped(one, change) for one in value] if isinstance(value, (list, tuple)) else value
+    return [_mapped(entry, change) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 # The ends.
 
 
-def chat_ends(tokenizer: Any, own: int | Sequence[int] | None) -> list[int]:
-    """The tokens that end an answer in a chat: `own`, those of the generation config, the tokenizer's end token, and
-    the one that closes an answer in the chat template."""
-    ids: list[int | None] = [] if own is None else list(own) if isinstance(own, Sequence) else [own]
+def chat_ends(tokenizer: Any, end_ids: int | Sequence[int] | None) -> list[int]:
+    """The tokens that end an answer in a chat: `end_ids`, those of the generation config, the tokenizer's end token,
+    and the one that closes an answer in the chat template."""
+    ids: list[int | None] = [] if end_ids is None else list(end_ids) if isinstance(end_ids, Sequence) else [end_ids]
     ids += [getattr(tokenizer, "eos_token_id", None), _closing_token(tokenizer)]
     return list(dict.fromkeys(token for token in ids if token is not None))
 
@@ -287,7 +293,7 @@ def _closing_token(tokenizer: Any) -> int | None:
 
 def _first_token(tokenizer: Any, text: str) -> int | None:
     """The added or special token that the text begins with; the longest of several."""
-    tokens = {one.content: token for token, one in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    tokens = {entry.content: token for token, entry in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     tokens |= {word: token for token, word in special_tokens(tokenizer).items()}
-    found = [word for word in tokens if word and text.startswith(word)]
-    return tokens[max(found, key=len)] if found else None
+    words = [word for word in tokens if word and text.startswith(word)]
+    return tokens[max(words, key=len)] if words else None

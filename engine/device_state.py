@@ -34,8 +34,8 @@ class Peak:
         if self._device is None:
             return None
         self.record()
-        most = torch.cuda.max_memory_allocated(self._device)
-        return most if most > self._earlier_peak else self._most
+        peak = torch.cuda.max_memory_allocated(self._device)
+        return peak if peak > self._earlier_peak else self._most
 
 
 def random_state(device: torch.device, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -67,19 +67,19 @@ def reads_late(device: torch.device) -> bool:
 
 def rewinding(work: Callable[[], T], device: torch.device, generator: torch.Generator | None) -> Callable[[], T]:
     """`work` that draws the same random numbers when it is repeated; new ones where other code has drawn in between."""
-    before: torch.Tensor | None = None
-    after: torch.Tensor | None = None
+    begin_state: torch.Tensor | None = None
+    end_state: torch.Tensor | None = None
 
     def drawn() -> T:
-        nonlocal before, after
+        nonlocal begin_state, end_state
         now = random_state(device, generator)
-        if before is not None and after is not None and torch.equal(now, after):
-            set_random_state(before, device, generator)
+        if begin_state is not None and end_state is not None and torch.equal(now, end_state):
+            set_random_state(begin_state, device, generator)
         else:
-            before = now
+            begin_state = now
         try:
             return work()
         finally:
-            after = random_state(device, generator)
+            end_state = random_state(device, generator)
 
     return drawn

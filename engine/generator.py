@@ -107,9 +107,9 @@ class Generator:
             raise OptionError("a warmup shows no text: leave streamer out")
         self._runner.retry_compiling()
         for _ in range(2):
-            found = self.generate(inputs, **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
+            out = self.generate(inputs, **arguments | {"max_new_tokens": 4, "min_new_tokens": 4})
             self._runner.finish_compiling()
-        return found.stats.compiled
+        return out.stats.compiled
 
     def chat(
         self,
@@ -147,10 +147,10 @@ class Generator:
         inputs: one prompt, as of `generate`; its last token is read too. cache, cache_config: the backend. resume: a
         file that `Prefix.save` wrote, in place of a prompt. parameters: as of `generate`.
         """
-        why = self.facts.why_not_cut
-        if why is not None:
+        reason = self.facts.why_not_cut
+        if reason is not None:
             raise OptionError(
-                f"a prefix is read without what comes behind it, and in {type(self.model).__name__} {why}: give "
+                f"a prefix is read without what comes behind it, and in {type(self.model).__name__} {reason}: give "
                 "generate() whole prompts"
             )
         if resume is not None:
@@ -238,14 +238,14 @@ class Generator:
 
     def _start_request(self, request: BatchRequest, make_room: Callable[[], bool]) -> Driver:
         """The run of one prompt among many, with random numbers and processors of its own."""
-        own = dict(request.parameters)
-        check_common({name: own.get(name) for name in ("streamer", "return_legacy_cache")})
-        if own.get("seed") is None:
-            own["seed"] = self._runner.ranks.most(int(torch.randint(2**31, (), device="cpu")))
-        read("cancellation", own.get("cancellation"))
-        own["cancellation"] = request
+        parameters = dict(request.parameters)
+        check_common({name: parameters.get(name) for name in ("streamer", "return_legacy_cache")})
+        if parameters.get("seed") is None:
+            parameters["seed"] = self._runner.ranks.most(int(torch.randint(2**31, (), device="cpu")))
+        read("cancellation", parameters.get("cancellation"))
+        parameters["cancellation"] = request
         return self._builder.start(
-            self._call(request.inputs, None, with_own_processors(own)), streams=True, make_room=make_room
+            self._call(request.inputs, None, with_own_processors(parameters)), streams=True, make_room=make_room
         )
 
     def __repr__(self) -> str:
@@ -296,9 +296,9 @@ class Generator:
         self, inputs: Any, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
     ) -> Stream:
         """`stream` for a chat. instead: what takes the place of arguments that an `OptionError` refuses."""
-        other = self._call(inputs, None, arguments | instead) if instead else None
+        fallback_call = self._call(inputs, None, arguments | instead) if instead else None
         call = self._call(inputs, None, arguments)
-        run = self._builder.start(call, streams=True, pauses=pauses, instead=other)
+        run = self._builder.start(call, streams=True, pauses=pauses, instead=fallback_call)
         return Stream(run, self._title)
 
 

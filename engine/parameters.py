@@ -339,16 +339,16 @@ def takes(
     parameters are described in front of the section Returns.
     """
     table = inspect.signature(source)
-    rows = [each.replace(annotation=type_of(name)) for name, each in table.parameters.items()]
+    rows = [parameter.replace(annotation=type_of(name)) for name, parameter in table.parameters.items()]
 
     def decorated(function: Callable[Concatenate[F, ...], R]) -> Callable[Concatenate[F, P], R]:
         signature = inspect.signature(function)
-        first = next(iter(signature.parameters.values()))
-        function.__signature__ = signature.replace(parameters=[first, *rows])  # type: ignore[attr-defined]
+        subject = next(iter(signature.parameters.values()))
+        function.__signature__ = signature.replace(parameters=[subject, *rows])  # type: ignore[attr-defined]
         text = inspect.getdoc(function) or ""
         if documented_by is None:
-            head, returns, more = text.partition("\n\nReturns\n")
-            function.__doc__ = f"{head}\n{_documentation()}{returns}{more}"
+            head, returns, results = text.partition("\n\nReturns\n")
+            function.__doc__ = f"{head}\n{_documentation()}{returns}{results}"
         else:
             documentation = inspect.getdoc(documented_by) or ""
             sections = documentation[documentation.index("inputs :") :]  # the first parameter is another one here

@@ -69,7 +69,7 @@ def is_chat(inputs: Any) -> bool:
         return inputs.is_chat
     if not isinstance(inputs, Sequence) or isinstance(inputs, (str, bytes)):
         return False
-    return any(is_message(one) or (isinstance(one, (list, tuple)) and any(map(is_message, one))) for one in inputs)
+    return any(is_message(row) or (isinstance(row, (list, tuple)) and any(map(is_message, row))) for row in inputs)
 
 
 def move(model_kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -138,50 +138,50 @@ def merged(inputs: Any, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, An
 
 def _are_ids(value: Any) -> bool:
     """Whether it is an integer, a tensor, an array, or lists that begin with one of these or another number."""
-    first = _first(value)
-    return hasattr(first, "tolist") or isinstance(first, Integral if first is value else Number)
+    entry = _first(value)
+    return hasattr(entry, "tolist") or isinstance(entry, Integral if entry is value else Number)
 
 
 def _first(value: Any) -> Any:
     """What comes first in lists of lists; None where there is nothing."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         return value
-    return next((first for part in value if (first := _first(part)) is not None), None)
+    return next((entry for entries in value if (entry := _first(entries)) is not None), None)
 
 
-def as_ids(ids: Any, what: str = "token ids") -> torch.Tensor:
-    """LongTensor [rows, tokens] of ids in any form. what: they are called in errors. Raises `InputError`."""
+def as_ids(ids: Any, noun: str = "token ids") -> torch.Tensor:
+    """LongTensor [rows, tokens] of ids in any form. noun: they are called so in errors. Raises `InputError`."""
     if isinstance(ids, (list, tuple)):
-        _check_integers(ids, what)
-    ids = _tensor(ids, f"{what} are a rectangular array of integers")
+        _check_integers(ids, noun)
+    ids = _tensor(ids, f"{noun} are a rectangular array of integers")
     if ids.ndim == 0:
-        raise InputError(f"{what} are integers [rows, tokens], but this is {ids.item()}: one number has no rows")
+        raise InputError(f"{noun} are integers [rows, tokens], but this is {ids.item()}: one number has no rows")
     if ids.ndim == 1:
         ids = ids[None]
     if ids.numel() == 0 and ids.ndim == 2:  # of no data type in particular
         return ids.long()
     if ids.ndim != 2 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise InputError(f"{what} are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
+        raise InputError(f"{noun} are integers [rows, tokens], but these are {ids.dtype} {list(ids.shape)}")
     return ids.long()
 
 
-def _check_integers(rows: Sequence[Any], what: str = "token ids") -> None:
+def _check_integers(rows: Sequence[Any], noun: str = "token ids") -> None:
     """Refuse what a tensor would take for integers: a list of ids, or one for each row."""
     for row, tokens in enumerate(rows if all(isinstance(row, (list, tuple)) for row in rows) else [rows]):
         for token in tokens:
             if isinstance(token, bool) or not (isinstance(token, (Integral, Sequence)) or hasattr(token, "tolist")):
-                raise InputError(f"{what} are integers, but row {row} holds {token!r:.40}")
+                raise InputError(f"{noun} are integers, but row {row} holds {token!r:.40}")
 
 
-def _tensor(value: Any, what: str) -> torch.Tensor:
-    """A tensor of an array or lists in any form. what: what it is, in errors. Raises `InputError`."""
+def _tensor(value: Any, description: str) -> torch.Tensor:
+    """A tensor of an array or lists in any form. description: of it, in errors. Raises `InputError`."""
     try:
         tensor = as_tensor(value)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise InputError(f"{what}, but: {error}") from error
+        raise InputError(f"{description}, but: {error}") from error
     if tensor.layout != torch.strided or tensor.is_meta:
-        kind = "on the device 'meta', without numbers" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
-        raise InputError(f"{what}, but it is {kind}: give a dense tensor on a real device")
+        form = "on the device 'meta', without numbers" if tensor.is_meta else f"a tensor of layout {tensor.layout}"
+        raise InputError(f"{description}, but it is {form}: give a dense tensor on a real device")
     return tensor
 
 
@@ -189,13 +189,13 @@ def as_embeds(embeds: Any) -> torch.Tensor | None:
     """Embeddings [rows, columns, hidden_size], or None. Raises `InputError`."""
     if embeds is None or (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.is_floating_point()):
         return embeds
-    kind = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, torch.Tensor) else type(embeds).__name__
-    raise InputError(f"inputs_embeds are a floating-point tensor [rows, columns, hidden size], not {kind}")
+    form = f"{embeds.dtype} {list(embeds.shape)}" if isinstance(embeds, torch.Tensor) else type(embeds).__name__
+    raise InputError(f"inputs_embeds are a floating-point tensor [rows, columns, hidden size], not {form}")
 
 
-def as_mask(mask: Any, what: str = "attention_mask") -> torch.Tensor:
-    """A tensor [rows, tokens] of a mask in any form. what: its name in errors. Raises `InputError`."""
-    mask = _tensor(mask, f"{what} is a rectangular array of zeros and ones")
+def as_mask(mask: Any, noun: str = "attention_mask") -> torch.Tensor:
+    """A tensor [rows, tokens] of a mask in any form. noun: its name in errors. Raises `InputError`."""
+    mask = _tensor(mask, f"{noun} is a rectangular array of zeros and ones")
     return mask[None] if mask.ndim == 1 else mask
 
 
@@ -206,29 +206,29 @@ def _pad_id(tokenizer: Any, pad_id: Any) -> int:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
 
-def _rectangular(ids: Any, others: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
+def _rectangular(ids: Any, companions: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
     """Lists of ids, padded where some are longer than others, and what goes with them: masks and token types."""
     rows = _rows(ids)
     if rows is None:
-        return ids, others
-    others, lengths = dict(others), list(map(len, rows))
+        return ids, companions
+    companions, lengths = dict(companions), list(map(len, rows))
     is_ragged = len(set(lengths)) > 1
-    for name in [name for name in others if name == "attention_mask" or name.endswith("token_type_ids")]:
-        given = _rows(others[name])
-        if others[name] is None:
+    for name in [name for name in companions if name == "attention_mask" or name.endswith("token_type_ids")]:
+        values = _rows(companions[name])
+        if companions[name] is None:
             continue
-        if given is not None and list(map(len, given)) == lengths:
-            others[name] = _padded(given, 0, pad_left, f"{name} is a rectangular array of integers")[0]
+        if values is not None and list(map(len, values)) == lengths:
+            companions[name] = _padded(values, 0, pad_left, f"{name} is a rectangular array of integers")[0]
         elif is_ragged:
             raise InputError(
                 f"{name} has no entry for each id of {len(rows)} lists of {sorted(set(lengths))} ids: leave it out, or "
                 "give it as lists of the same lengths"
             )
     if not is_ragged:
-        return rows, others
+        return rows, companions
     _check_integers(rows)
     padded, mask = _padded(rows, pad, pad_left)
-    return padded, {"attention_mask": mask} | others
+    return padded, {"attention_mask": mask} | companions
 
 
 def _rows(value: Any) -> list[list[Any]] | None:
@@ -242,9 +242,9 @@ def _rows(value: Any) -> list[list[Any]] | None:
 
 
 def _padded(
-    rows: list[list[Any]], pad: int, pad_left: bool, what: str = "token ids are a rectangular array of integers"
+    rows: list[list[Any]], pad: int, pad_left: bool, description: str = "token ids are a rectangular array of integers"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows as long as the longest, [rows, columns], and their mask. what: what they are, in errors."""
+    """The rows as long as the longest, [rows, columns], and their mask. description: of the rows, in errors."""
     for row, tokens in enumerate(rows):
         if not tokens:
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
@@ -255,7 +255,7 @@ def _padded(
         return gap + row if pad_left else row + gap
 
     mask = [filled([1] * len(row), 0) for row in rows]
-    return _tensor([filled(row, pad) for row in rows], what), torch.tensor(mask, device="cpu")
+    return _tensor([filled(row, pad) for row in rows], description), torch.tensor(mask, device="cpu")
 
 
 def _tokenize(
@@ -267,9 +267,9 @@ def _tokenize(
         raise InputError(
             f"a prompt is a text, texts, chat messages, a tensor or a mapping, not a {type(inputs).__name__}"
         )
-    if (first := _first(inputs)) is not None and not isinstance(first, (str, Mapping)):
-        raise InputError(f"a prompt is texts, chat messages or token ids, but it begins with {first!r:.40}")
-    if first is None and None in inputs:
+    if (entry := _first(inputs)) is not None and not isinstance(entry, (str, Mapping)):
+        raise InputError(f"a prompt is texts, chat messages or token ids, but it begins with {entry!r:.40}")
+    if entry is None and None in inputs:
         raise InputError("a prompt is a text, chat messages or token ids, which are integers, but one of these is None")
     if tokenizer is None:
         raise InputError(

@@ -53,21 +53,21 @@ def _number(value: Any) -> float:
         raise WrongValue from None
 
 
-def number(words: str, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> Reader:
-    """A float, `least` and `most` included."""
+def number(words: str, minimum: float = -sys.float_info.max, maximum: float = sys.float_info.max) -> Reader:
+    """A float, `minimum` and `maximum` included."""
 
     def read(value: Any) -> float:
-        if not least <= (found := _number(value)) <= most:
+        if not minimum <= (converted := _number(value)) <= maximum:
             raise WrongValue
-        return found
+        return converted
 
-    return Reader(words, read, float, least, most)
+    return Reader(words, read, float, minimum, maximum)
 
 
-def integer(least: int | None = None, most: int | None = None) -> Reader:
+def integer(minimum: int | None = None, maximum: int | None = None) -> Reader:
     """An int; a float that is whole counts as one."""
-    words = "a whole number" if least is None else f"a whole number, {least} or more"
-    words = words if most is None else f"a whole number from {least} to {most}"
+    words = "a whole number" if minimum is None else f"a whole number, {minimum} or more"
+    words = words if maximum is None else f"a whole number from {minimum} to {maximum}"
 
     def read(value: Any) -> int:
         value = _plain(value)
@@ -75,11 +75,11 @@ def integer(least: int | None = None, most: int | None = None) -> Reader:
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, int):
             raise WrongValue
-        if (least is not None and value < least) or (most is not None and value > most):
+        if (minimum is not None and value < minimum) or (maximum is not None and value > maximum):
             raise WrongValue
         return value
 
-    return Reader(words, read, int, least, most)
+    return Reader(words, read, int, minimum, maximum)
 
 
 def _flag(value: Any) -> bool:
@@ -103,7 +103,7 @@ def _text(value: Any) -> str:
 
 
 def texts(value: Any) -> str | list[str]:
-    return value if isinstance(value, str) else [_text(one) for one in _sequence(value)]
+    return value if isinstance(value, str) else [_text(text) for text in _sequence(value)]
 
 
 def _sequence(value: Any) -> list[Any]:
@@ -114,22 +114,22 @@ def _sequence(value: Any) -> list[Any]:
 
 
 def token_id(value: Any) -> int:
-    found = INTEGER.read(value)
-    if not -(2**63) <= found < 2**63:
-        raise WrongValue(f"has the token id {found}, which is no number of 64 bits")
-    return found
+    token = INTEGER.read(value)
+    if not -(2**63) <= token < 2**63:
+        raise WrongValue(f"has the token id {token}, which is no number of 64 bits")
+    return token
 
 
 def _ids(value: Any) -> list[int]:
-    return [token_id(one) for one in _sequence(value)]
+    return [token_id(token) for token in _sequence(value)]
 
 
 def _some_ids(value: Any) -> int | list[int]:
     value = _plain(value)
-    found = _ids(value) if isinstance(value, _LISTS) else token_id(value)
-    if found == []:
+    ids = _ids(value) if isinstance(value, _LISTS) else token_id(value)
+    if ids == []:
         raise WrongValue
-    return found
+    return ids
 
 
 def end_ids(value: Any) -> int | list[int]:
@@ -138,20 +138,20 @@ def end_ids(value: Any) -> int | list[int]:
 
 
 def id_lists(value: Any) -> list[list[int]]:
-    found = [_ids(one) for one in _sequence(value)]
-    if not found or not all(found):
+    lists = [_ids(ids) for ids in _sequence(value)]
+    if not lists or not all(lists):
         raise WrongValue
-    return found
+    return lists
 
 
 def bias(value: Any) -> dict[tuple[int, ...], float]:
     pairs = list(value.items()) if isinstance(value, Mapping) else [_sequence(pair) for pair in _sequence(value)]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise WrongValue
-    found = {tuple(_ids(words)): _number(bias) for words, bias in pairs}
-    if () in found:
+    biases = {tuple(_ids(words)): _number(bias) for words, bias in pairs}
+    if () in biases:
         raise WrongValue
-    return found
+    return biases
 
 
 def decay(value: Any) -> tuple[int, float]:
@@ -217,12 +217,13 @@ def _tokenizer(value: Any) -> Any:
 
 
 def _callables(value: Any) -> list[Any]:
-    for one in (found := list(value) if isinstance(value, (list, tuple)) else [value]):
-        if not callable(one) or isinstance(one, type):
-            what = f"the class {one.__name__}: give an object of it" if isinstance(one, type) else f"{one!r:.80}"
-            raise WrongValue(f"holds {what}, but all of it is called with ids and scores")
-        _check_takes(one, "ids and scores")
-    return found
+    for function in (functions := list(value) if isinstance(value, (list, tuple)) else [value]):
+        if not callable(function) or isinstance(function, type):
+            is_class = isinstance(function, type)
+            description = f"the class {function.__name__}: give an object of it" if is_class else f"{function!r:.80}"
+            raise WrongValue(f"holds {description}, but all of it is called with ids and scores")
+        _check_takes(function, "ids and scores")
+    return functions
 
 
 def constraint(value: Any) -> Any:
@@ -232,7 +233,7 @@ def constraint(value: Any) -> Any:
     return value
 
 
-def _check_takes(function: Callable[..., Any], given: str) -> None:
+def _check_takes(function: Callable[..., Any], arguments: str) -> None:
     """Refuse a function of which it is known that it cannot be called with two arguments."""
     try:
         signature = inspect.signature(function)
@@ -242,7 +243,7 @@ def _check_takes(function: Callable[..., Any], given: str) -> None:
         signature.bind(None, None)
     except TypeError as error:
         name = getattr(function, "__name__", type(function).__name__)
-        raise WrongValue(f"has {name}{signature}, but it is called with {given}: {error}") from None
+        raise WrongValue(f"has {name}{signature}, but it is called with {arguments}: {error}") from None
 
 
 def is_pydantic(value: Any) -> bool:
@@ -277,26 +278,26 @@ def form(value: Any) -> str:
 
 
 def choices(value: Any) -> list[str]:
-    found = [form(one) for one in _sequence(value)]
-    if not found:
+    options = [form(text) for text in _sequence(value)]
+    if not options:
         raise WrongValue("is empty: give one text or more")
-    return found
+    return options
 
 
-def or_each(words: str, read: Callable[[Any], Any]) -> Reader:
+def or_each(words: str, read_value: Callable[[Any], Any]) -> Reader:
     """A value for all prompts, or a list with one, or None, for each."""
 
     def read_each(value: Any) -> Any:
         if not isinstance(value, (list, tuple)):
-            return read(value)
-        return [None if one is None else read(one) for one in value]
+            return read_value(value)
+        return [None if entry is None else read_value(entry) for entry in value]
 
     return Reader(f"{words} or a list of one for each prompt", read_each)
 
 
 def all_choices(value: Any) -> Any:
-    if isinstance(value, (list, tuple)) and value and not any(isinstance(one, str) for one in value):
-        return [None if one is None else choices(one) for one in value]
+    if isinstance(value, (list, tuple)) and value and not any(isinstance(entry, str) for entry in value):
+        return [None if entry is None else choices(entry) for entry in value]
     return choices(value)
 
 
@@ -328,7 +329,7 @@ def past(value: Any) -> Any:
     layers = value if isinstance(value, (tuple, list)) else ()
     if not layers or not all(isinstance(layer, (tuple, list)) and len(layer) in (2, 4) for layer in layers):
         raise WrongValue
-    if not all(isinstance(part, torch.Tensor) for layer in layers for part in layer):
+    if not all(isinstance(tensor, torch.Tensor) for layer in layers for tensor in layer):
         raise WrongValue
     return tuple(layers)
 

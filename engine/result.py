@@ -114,19 +114,19 @@ class Stats:
 
     def facts(self) -> list[tuple[str, str]]:
         """Names and values of what was measured, in words."""
-        known = f"{self.cached_tokens} in the cache, " if self.cached_tokens else ""
-        found = [("cache", self.cache), ("tokens", f"{known}{self.prompt_tokens} read, {self.new_tokens} new")]
+        cached = f"{self.cached_tokens} in the cache, " if self.cached_tokens else ""
+        pairs = [("cache", self.cache), ("tokens", f"{cached}{self.prompt_tokens} read, {self.new_tokens} new")]
         if self.ttft_s is not None:
-            found += [("time to first token", f"{1000 * self.ttft_s:.1f} ms")]
+            pairs += [("time to first token", f"{1000 * self.ttft_s:.1f} ms")]
         if self.decode_tokens_per_s is not None:
-            found += [("speed", f"{self.decode_tokens_per_s:.1f} tokens/s")]
+            pairs += [("speed", f"{self.decode_tokens_per_s:.1f} tokens/s")]
         if self.drafted_tokens and self.accepted_tokens is not None:
             share = self.accepted_tokens / self.drafted_tokens
-            found += [("proposed", f"{self.drafted_tokens} tokens, {self.accepted_tokens} accepted ({share:.0%})")]
+            pairs += [("proposed", f"{self.drafted_tokens} tokens, {self.accepted_tokens} accepted ({share:.0%})")]
         if self.compiled != "off":
-            found += [("compiled", self.compiled)]
-        found += [("cache size", f"{self.cache_bytes:,} bytes")]
-        return found + [("out of memory", str(fallback)) for fallback in self.fallbacks]
+            pairs += [("compiled", self.compiled)]
+        pairs += [("cache size", f"{self.cache_bytes:,} bytes")]
+        return pairs + [("out of memory", str(fallback)) for fallback in self.fallbacks]
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def as_json(one: TokenLogprob) -> dict[str, Any]:
+def as_json(entry: TokenLogprob) -> dict[str, Any]:
     """The fields, with None for a log probability that is no number of JSON."""
     return {
-        "token": one.token,
-        "logprob": finite(one.logprob),
-        "top": [(token, finite(logprob)) for token, logprob in one.top],
+        "token": entry.token,
+        "logprob": finite(entry.logprob),
+        "top": [(token, finite(logprob)) for token, logprob in entry.top],
     }
 
 
@@ -276,13 +276,13 @@ def _summary(out: Generation) -> str:
     stats, ended = out.stats, Counter(reason or "unfinished" for reason in out.finish_reasons)
     reasons = ", ".join(f"{count} {reason}" for reason, count in ended.most_common())
     speed = stats.decode_tokens_per_s
-    parts = [counted(len(out.tokens), "row"), counted(stats.new_tokens, "new token"), f"ended: {reasons}"]
-    parts.append(f"cache={stats.cache!r}")
-    return ", ".join(parts if speed is None else [*parts, f"{speed:.1f} tokens/s"])
+    phrases = [counted(len(out.tokens), "row"), counted(stats.new_tokens, "new token"), f"ended: {reasons}"]
+    phrases.append(f"cache={stats.cache!r}")
+    return ", ".join(phrases if speed is None else [*phrases, f"{speed:.1f} tokens/s"])
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def nothing_generated(
@@ -322,5 +322,5 @@ class StreamChunk:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as values of JSON; `logprobs` where they were asked for."""
-        found = {name: value for name, value in asdict(self).items() if name != "logprobs"}
-        return found | ({"logprobs": list(map(as_json, self.logprobs))} if self.logprobs else {})
+        entries = {name: value for name, value in asdict(self).items() if name != "logprobs"}
+        return entries | ({"logprobs": list(map(as_json, self.logprobs))} if self.logprobs else {})

@@ -20,20 +20,20 @@ def index_rows(value: Any, index: torch.Tensor | slice, rows: int) -> Any:
     def indexed(leaf: Any) -> Any:
         return leaf[index] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) else leaf
 
-    return tree_map(indexed, value, is_leaf=lambda part: not isinstance(part, ModelOutput))
+    return tree_map(indexed, value, is_leaf=lambda node: not isinstance(node, ModelOutput))
 
 
-def join_rows(parts: Sequence[ModelOutput]) -> ModelOutput:
+def join_rows(outputs: Sequence[ModelOutput]) -> ModelOutput:
     """The outputs of all rows from those of consecutive groups of rows. Caches are left out."""
-    if len(parts) == 1:
-        return parts[0]
-    without = [{name: value for name, value in part.items() if "past" not in name} for part in parts]
+    if len(outputs) == 1:
+        return outputs[0]
+    without = [{name: value for name, value in group.items() if "past" not in name} for group in outputs]
     joined = tree_map(_joined, *without)
-    return type(parts[0])(**joined)
+    return type(outputs[0])(**joined)
 
 
-def _joined(first: Any, *others: Any) -> Any:
+def _joined(*values: Any) -> Any:
     """One leaf of every group: tensors without rows are the same in all groups."""
-    if not isinstance(first, torch.Tensor):
+    if not isinstance(values[0], torch.Tensor):
         return None
-    return torch.cat([first, *others]) if first.ndim else first
+    return torch.cat(values) if values[0].ndim else values[0]

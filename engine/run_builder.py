@@ -85,11 +85,11 @@ class RunBuilder:
                 loaded = self._loaded = str(path), *load(path, None, self.config)
             except InputError as error:
                 raise OptionError(f"assistant_model: {error}") from error
-        _, model, own = loaded
+        _, model, draft_tokenizer = loaded
         tokenizer = self.tokenizer if arguments.get("tokenizer") is None else arguments["tokenizer"]
-        is_same = tokenizer is None or own.get_vocab() == tokenizer.get_vocab()
+        is_same = tokenizer is None or draft_tokenizer.get_vocab() == tokenizer.get_vocab()
         is_same &= vocabulary_of(model) == vocabulary_of(self._runner.model)  # one may have more ids, as padding
-        return ({} if is_same else {"assistant_tokenizer": own}) | arguments | {"assistant_model": model}
+        return ({} if is_same else {"assistant_tokenizer": draft_tokenizer}) | arguments | {"assistant_model": model}
 
     def check(self, arguments: dict[str, Any]) -> None:
         """Refuse arguments of the later turns of a chat that no call takes, whatever its prompt."""
@@ -112,37 +112,37 @@ class RunBuilder:
         some. pauses: in reading the prompt. Raises `OutOfMemoryError` without tokens where memory is out by now.
         """
         ranks, grad = self._runner.ranks, torch.is_grad_enabled()
-        read: list[Request] = []
+        requests: list[Request] = []
         try:
             with recovering() as outcome, on_failure(ranks.end), ending(call.streamer):
                 ranks.resume()
                 try:
-                    return self._build(call, streams, make_room, pauses, read)
+                    return self._build(call, streams, make_room, pauses, requests)
                 except OptionError:
                     if instead is None:
                         raise
                     ranks.end()
                     ranks.resume()
-                return self._build(instead, streams, make_room, pauses, read)
+                return self._build(instead, streams, make_room, pauses, requests)
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
         failure = outcome.failure
         assert failure is not None
-        prompts = read[-1].prompt.ids if read else torch.empty(1, 0, dtype=torch.long, device="cpu")
+        prompts = requests[-1].prompt.ids if requests else torch.empty(1, 0, dtype=torch.long, device="cpu")
         with_text, has_form = (
             (call.tokenizer or self.tokenizer) is not None,
-            bool(read) and read[-1].grammar is not None,
+            bool(requests) and requests[-1].grammar is not None,
         )
         nothing = nothing_generated(prompts, with_text, (), 0.0, has_form)
         message = f"memory was out while the run was prepared, before the first token ({in_words(failure)})"
         raise OutOfMemoryError(message, nothing) from failure
 
     def _build(
-        self, call: Call, streams: bool, make_room: Callable[[], bool], pauses: FindPauses, read: list[Request]
+        self, call: Call, streams: bool, make_room: Callable[[], bool], pauses: FindPauses, requests: list[Request]
     ) -> Driver:
         """The run that `call` asks for. Checks come first, then the encoder's forward, then the run's objects.
 
-        read: the list to which the request is added once it is known.
+        requests: the list to which the request is added once it is known.
         """
         started = time.perf_counter()
         call = read_parameters(call)
@@ -151,34 +151,34 @@ class RunBuilder:
         runner, config, ranks = self._runner, self.config, self._runner.ranks
         stop = Cancellation(call.cancellation, ranks)
         fallbacks = config.on_oom if call.on_oom is None else checked_fallbacks(call.on_oom)
-        taken: list[Fallback] = []
-        recovery, draft_recovery = (Recovery(fallbacks, taken, self._clear_store, make_room) for _ in range(2))
-        budget = Budget(config.max_cache_bytes, config.over_budget, taken)
+        applied: list[Fallback] = []
+        recovery, draft_recovery = (Recovery(fallbacks, applied, self._clear_store, make_room) for _ in range(2))
+        budget = Budget(config.max_cache_bytes, config.over_budget, applied)
         draft, now = self._draft_of(call.assistant_model), reader_now(runner.model)
         if now.version is not None:
             runner.facts.renew(now.version)
         choice = read_cache_choice(runner.model, call, config)
         request, draft_request = self._read(call, choice.live, draft)
-        read.append(request)
-        said = fallbacks, choice.name, request.lengths.ids, request.chunk_tokens, request.strategy.name, request.rows
+        requests.append(request)
+        agreed = fallbacks, choice.name, request.lengths.ids, request.chunk_tokens, request.strategy.name, request.rows
         with stop.noting_keys():
-            ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *said)
+            ranks.begin(prompt_device(runner.model), request.prompt.ids.tolist(), *agreed)
         reader = None if call.trust_cache else now
-        cache, known = self._cache_for(choice, request, budget, reader)
+        cache, checked = self._cache_for(choice, request, budget, reader)
         if request.source is not None:
-            with _reporting_out_of_memory(request, call, taken, started):
+            with _reporting_out_of_memory(request, call, applied, started):
                 request = request.encoded(runner.model, recovery.apply_before)
                 if draft is not None and draft_request is not None:
                     draft_request = draft_request.encoded(draft.model, draft_recovery.apply_before)
-            cache, known = self._cache_for(choice, request, budget, reader)
+            cache, checked = self._cache_for(choice, request, budget, reader)
         reused = self._reused(cache, request, now) if choice.live is None else Reused(cache)
         fed, mask = request.read
         model_kwargs = dict(fed.model_kwargs)
         columns = Columns(mask, request.columns, model_kwargs.pop("position_ids", None))
         inputs = ModelInputs(request.prompt.embeds, model_kwargs, flags=request.output_flags)
-        if not known and not call.trust_cache:
+        if not checked and not call.trust_cache:
             check_content(runner, cache, request, columns, inputs, call.tokenizer, now)
-        own = () if request.guidance is not None or request.output_flags else pauses(reused.cache)
+        own_pauses = () if request.guidance is not None or request.output_flags else pauses(reused.cache)
         options = SessionOptions(
             request.chunk_tokens,
             stop.check,
@@ -187,7 +187,7 @@ class RunBuilder:
             shares_prefixes=not makes_graphs(config.compile),  # a graph cannot read shared prefixes
             rolls_back=request.needs.verifies,
             make_room=None if config.max_cache_bytes is None else budget.keep,
-            pauses=sorted((*own, *reused.pauses), key=lambda one: one.columns),
+            pauses=sorted((*own_pauses, *reused.pauses), key=lambda pause: pause.columns),
             compiled=not request.config.disable_compile,
             read_by=now,
         )
@@ -205,7 +205,7 @@ class RunBuilder:
             tokenizer=call.tokenizer,
             legacy=bool(call.return_legacy_cache),
             draft=draft_session,
-            fallbacks=taken,
+            fallbacks=applied,
             ranks=ranks,
         )
 
@@ -224,8 +224,9 @@ class RunBuilder:
         )
         if draft is None:
             return request, None
-        read = read_draft_request(draft.model, model, request, live, call)
-        return replace(request, drafts=draft.drafts(request.strategy), translation=read.translation), read
+        draft_request = read_draft_request(draft.model, model, request, live, call)
+        request = replace(request, drafts=draft.drafts(request.strategy), translation=draft_request.translation)
+        return request, draft_request
 
     def _draft_of(self, model: Any) -> Draft | None:
         """The draft with this model, kept from the last call where it is the same."""
@@ -243,26 +244,27 @@ class RunBuilder:
 
         reader: the model that goes on from it; None where the caller has vouched for it.
         """
-        runner, cache, known = self._runner, choice.live, True
+        runner, cache, checked = self._runner, choice.live, True
         if cache is None:
             cache = new_cache(runner.model, choice, request, self.config, budget, runner.takes_cache)
         elif request.guidance is None:  # else it is empty
-            known = check_continues(cache, request)
+            checked = check_continues(cache, request)
             if reader is not None:
                 check_reader(cache, reader)
             check_goes_on(runner, cache, request)
         check_together(runner, cache, request, self.config.compile)
-        return cache, known
+        return cache, checked
 
     def _reused(self, cache: EngineCache, request: Request, now: ReadBy) -> Reused:
         """A stored cache of the same kind that the prompt begins with, or the new one."""
         store, ranks = self._store, self._runner.ranks
         if store is None or not can_reuse(self._runner, request):
             return Reused(cache)
-        found = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, now)
-        pause = max((one.columns for one in found.pauses), default=0)
-        agreed = ranks.agree(found.cache.total_tokens) and ranks.agree(pause)  # else memory was out on one of them
-        return found if agreed else Reused(cache)
+        reused = store.find(cache, request.prompt.ids[0], request.needs.rows_per_prompt > 1, now)
+        last_pause = max((pause.columns for pause in reused.pauses), default=0)
+        # Memory may have been out on one of them.
+        agreed = ranks.agree(reused.cache.total_tokens) and ranks.agree(last_pause)
+        return reused if agreed else Reused(cache)
 
     def _clear_store(self) -> None:
         if self._store is not None:
@@ -270,13 +272,13 @@ class RunBuilder:
 
 
 @contextmanager
-def _reporting_out_of_memory(request: Request, call: Call, taken: list[Fallback], started: float) -> Iterator[None]:
+def _reporting_out_of_memory(request: Request, call: Call, applied: list[Fallback], started: float) -> Iterator[None]:
     """Where memory is out in the encoder the error has a result without tokens, which says what was tried."""
     try:
         yield
     except Exhausted as error:
         seconds, with_text = time.perf_counter() - started, call.tokenizer is not None
-        nothing = nothing_generated(request.prompt.ids, with_text, taken, seconds, request.grammar is not None)
+        nothing = nothing_generated(request.prompt.ids, with_text, applied, seconds, request.grammar is not None)
         message = f"memory was out in the encoder, before the first token ({error})"
         raise OutOfMemoryError(message, nothing) from error.__cause__
 

@@ -51,8 +51,8 @@ class TextScore:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and both properties, as values of JSON: None for what is infinite."""
-        found = {"tokens": self.tokens, "logprobs": tuple(map(finite, self.logprobs))}
-        return found | {"logprob": finite(self.logprob), "perplexity": finite(self.perplexity)}
+        fields = {"tokens": self.tokens, "logprobs": tuple(map(finite, self.logprobs))}
+        return fields | {"logprob": finite(self.logprob), "perplexity": finite(self.perplexity)}
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def score(
             raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
     for row in ids:
         check_vocabulary(model, torch.tensor(row, device="cpu"))
-    found: dict[int, TextScore] = {}
+    scores: dict[int, TextScore] = {}
     # Texts of a run have about one length. The longest come first: one that does not fit is refused before any work.
     order = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
     for begin in range(0, len(order), rows):
@@ -112,8 +112,8 @@ def score(
         assert out.logprobs is not None
         for number, scored in zip(indices, out.logprobs, strict=True):
             row = ids[number]
-            found[number] = TextScore(tuple(row), tuple(token.logprob for token in scored[: len(row) - 1]))
-    return [found[number] for number in range(len(ids))]
+            scores[number] = TextScore(tuple(row), tuple(token.logprob for token in scored[: len(row) - 1]))
+    return [scores[number] for number in range(len(ids))]
 
 
 def read_texts(texts: Any, tokenizer: Any) -> list[list[int]]:
@@ -121,18 +121,18 @@ def read_texts(texts: Any, tokenizer: Any) -> list[list[int]]:
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, Sequence):
         raise InputError(f"texts={texts!r:.80}: give a text, a list of texts, or a list of lists of token ids")
-    found = []
+    rows = []
     for number, text in enumerate(texts):
         if not isinstance(text, (str, Sequence)):
             raise InputError(f"texts[{number}]={text!r:.80}: give a text or a list of token ids")
         ids: list[int] = []
         if text:
-            read = read_prompt(text if isinstance(text, str) else [text], {}, tokenizer, bos_id=None)
-            ids = read.ids[0].tolist()
+            prompt = read_prompt(text if isinstance(text, str) else [text], {}, tokenizer, bos_id=None)
+            ids = prompt.ids[0].tolist()
         if len(ids) < 2:
             raise InputError(
                 f"texts[{number}] has {counted(len(ids), 'token')}, and a score begins with the second one, which "
                 "follows the first: leave this text out"
             )
-        found.append(ids)
-    return found
+        rows.append(ids)
+    return rows

@@ -82,11 +82,11 @@ class Stream:
 
 
 class Cancelled(Event):
-    """Set by itself or with another event. other: see `cancellation` of `engine.generate`; None for no other."""
+    """Set by itself or with another event. event: see `cancellation` of `engine.generate`; None for no other."""
 
-    def __init__(self, other: Any = None):
+    def __init__(self, event: Any = None):
         super().__init__()
-        self._other = other
+        self._other = event
 
     def is_set(self) -> bool:
         return super().is_set() or (self._other is not None and bool(self._other.is_set()))

@@ -37,15 +37,17 @@ def aligned(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int
     table = [[column.title for column in columns], *rows]
     room = _least(columns, table)
     for number in (number for number, column in enumerate(columns) if column.wraps):  # they share the remaining width
-        left = width - sum(room) - _GAP * (len(columns) - 1)
+        remaining = width - sum(room) - _GAP * (len(columns) - 1)
         widest = max(len(line) for row in table for line in row[number].splitlines() or [""])
         longest_word = max((len(word) for row in table for word in row[number].split()), default=0)
-        room[number] = max(min(widest, room[number] + left), min(longest_word, width), 1)
+        room[number] = max(min(widest, room[number] + remaining), min(longest_word, width), 1)
     lines = []
     for row in table if any(column.title for column in columns) else table[1:]:
         cells = [_lines(cell, size, column) for cell, size, column in zip(row, room, columns, strict=True)]
-        for parts in zip_longest(*cells, fillvalue=""):
-            lines.append((" " * _GAP).join(part.ljust(size) for part, size in zip(parts, room, strict=True)).rstrip())
+        for line_cells in zip_longest(*cells, fillvalue=""):
+            lines.append(
+                (" " * _GAP).join(cell.ljust(size) for cell, size in zip(line_cells, room, strict=True)).rstrip()
+            )
     return "\n".join(lines)
 
 
@@ -87,18 +89,18 @@ def _least(columns: Sequence[Column], table: Sequence[Sequence[str]]) -> list[in
 def blocks(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> str:
     """The table as one block per row: the first cell as a heading, then a line for each other cell."""
     names = [" ".join(column.title.split()) for column in columns[1:]]
-    parts = []
-    for first, *rest in rows:
-        pairs = [(f"  {name}", " ".join(cell.split())) for name, cell in zip(names, rest, strict=True) if cell]
-        parts.append(f"{' '.join(first.split())}\n{facts(pairs, width)}")
-    return "\n\n".join(parts)
+    paragraphs = []
+    for heading, *cells in rows:
+        pairs = [(f"  {name}", " ".join(cell.split())) for name, cell in zip(names, cells, strict=True) if cell]
+        paragraphs.append(f"{' '.join(heading.split())}\n{facts(pairs, width)}")
+    return "\n\n".join(paragraphs)
 
 
 def _lines(cell: str, size: int, column: Column) -> list[str]:
     if not column.wraps:
         return cell.splitlines() or [""]
-    parts = [wrap(line, size, break_long_words=False, break_on_hyphens=False) for line in cell.splitlines()]
-    return [line for part in parts for line in part] or [""]
+    paragraphs = [wrap(line, size, break_long_words=False, break_on_hyphens=False) for line in cell.splitlines()]
+    return [line for paragraph in paragraphs for line in paragraph] or [""]
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:

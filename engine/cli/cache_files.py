@@ -20,15 +20,15 @@ def cache(action: str | None, path: str | None, as_json: bool) -> None:
         start_libraries(work, None)
         import caches
 
-        found = caches.inspect(path)
+        saved = caches.inspect(path)
     if as_json:
-        output.say_json(dataclasses.asdict(found) | {"path": str(found.path)})
+        output.say_json(dataclasses.asdict(saved) | {"path": str(saved.path)})
         return
-    given = ", ".join(f"{name}={value}" for name, value in found.options.items() if value is not None)
-    facts = [("cache", found.backend), ("options", given or "none")]
-    facts += [("rows", f"{found.rows:,}"), ("tokens per row", f"{found.total_tokens:,}")]
-    facts += [("layers", str(found.layers)), ("file", f"{found.bytes:,} bytes")]
-    facts += [(name, value[:16] if name == "weights" else value) for name, value in found.model.items()]
-    if "messages" in found.notes:
-        facts += [("messages", str(len(found.notes["messages"])))]
+    options_text = ", ".join(f"{name}={value}" for name, value in saved.options.items() if value is not None)
+    facts = [("cache", saved.backend), ("options", options_text or "none")]
+    facts += [("rows", f"{saved.rows:,}"), ("tokens per row", f"{saved.total_tokens:,}")]
+    facts += [("layers", str(saved.layers)), ("file", f"{saved.bytes:,} bytes")]
+    facts += [(name, value[:16] if name == "weights" else value) for name, value in saved.model.items()]
+    if "messages" in saved.notes:
+        facts += [("messages", str(len(saved.notes["messages"])))]
     output.say(tables.facts(facts, tables.terminal_width(100)))

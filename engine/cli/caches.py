@@ -22,14 +22,14 @@ def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> N
         from engine.memory.model_footprint import inspect_model
 
         work.doing("reading the model's configuration")
-        recipes = [caches.recipe(one) for one in ([name] if name else caches.names())]
+        recipes = [caches.recipe(backend) for backend in ([name] if name else caches.names())]
         config = load_config(SHIPPED_MODEL if model is None else model)
-        found = []
+        entries = []
         for recipe in recipes:
             work.doing(f"measuring {recipe.name}")
-            found.append(_entry(recipe, config, tokens))
+            entries.append(_entry(recipe, config, tokens))
         dtype = str(inspect_model(config).model.dtype).removeprefix("torch.")
-    report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": dtype, "caches": found}
+    report = {"model": str(model or "shipped"), "tokens": tokens, "dtype": dtype, "caches": entries}
     width = terminal_width(100)
     shown = one_as_text(report, recipes[0].options, width) if name else all_as_text(report, width)
     output.say_json(report) if as_json else output.say(shown)
@@ -46,10 +46,10 @@ def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
         options = {"max_cache_len": count} if recipe.has_a_size else {}
         source = count if model_config.is_encoder_decoder else 0
         try:
-            taken = cache_bytes(model_config, recipe.name, options, tokens=count, source_tokens=source)
+            bytes_by_place = cache_bytes(model_config, recipe.name, options, tokens=count, source_tokens=source)
         except CacheError as error:
             return entry | {"refused": str(error)}
-        sizes.append(sum(taken.values()))
+        sizes.append(sum(bytes_by_place.values()))
     return entry | {"bytes": sizes[1], "bytes_per_token": (sizes[1] - sizes[0]) / (tokens - tokens // 2)}
 
 
@@ -58,32 +58,32 @@ def all_as_text(report: dict[str, Any], width: int) -> str:
     columns = [Column("cache"), Column("bytes per\ntoken"), Column(f"{report['tokens']:,}\ntokens"),
                Column("what it is", wraps=True)]  # fmt: skip
     rows = [
-        [one["name"], f"{one['bytes_per_token']:,.0f}", megabytes(one["bytes"]), one["summary"]]
-        for one in report["caches"]
-        if "refused" not in one
+        [entry["name"], f"{entry['bytes_per_token']:,.0f}", megabytes(entry["bytes"]), entry["summary"]]
+        for entry in report["caches"]
+        if "refused" not in entry
     ]
-    others = [one["name"] for one in report["caches"] if "refused" in one]
-    closing = [f"For other models, or with an option that has to be given: {', '.join(others)}."] if others else []
+    refused = [entry["name"] for entry in report["caches"] if "refused" in entry]
+    closing = [f"For other models, or with an option that has to be given: {', '.join(refused)}."] if refused else []
     closing.append("`engine caches NAME` tells the options of one, and what it asks for.")
     return "\n\n".join([fitted(columns, rows, width), "\n".join(wrapped(line, width) for line in closing)])
 
 
 def one_as_text(report: dict[str, Any], config: type[CacheConfig], width: int) -> str:
     """One backend with its options, and its size for the model or the reason why it is refused."""
-    [one] = report["caches"]
-    if "refused" in one:
-        size = f"For this model there is no size: {one['refused'].rstrip('.')}."
+    [entry] = report["caches"]
+    if "refused" in entry:
+        size = f"For this model there is no size: {entry['refused'].rstrip('.')}."
     else:
         size = (
-            f"For this model, in {report['dtype']}: {one['bytes_per_token']:,.0f} bytes per token, "
-            f"{megabytes(one['bytes'])} for {report['tokens']:,} tokens."
+            f"For this model, in {report['dtype']}: {entry['bytes_per_token']:,.0f} bytes per token, "
+            f"{megabytes(entry['bytes'])} for {report['tokens']:,} tokens."
         )
-    paragraphs = [wrapped(f"{one['name']}: {one['summary']}", width), wrapped(size, width)]
-    if not one["options"]:
+    paragraphs = [wrapped(f"{entry['name']}: {entry['summary']}", width), wrapped(size, width)]
+    if not entry["options"]:
         return "\n\n".join([*paragraphs, "It has no options."])
     paragraphs.append(wrapped("Options: --cache-option NAME=VALUE, in Python cache_config={...}.", width))
     meanings, common = config.meanings(), PlacedCacheConfig.option_names()
-    names = sorted(one["options"], key=lambda name: name in common)  # its own options come first
+    names = sorted(entry["options"], key=lambda name: name in common)  # its own options come first
     rows = [(f"  {name}", f"{meanings[name]}\n{_values(config, name)}") for name in names]
     return "\n\n".join([*paragraphs, facts(rows, width)])
 

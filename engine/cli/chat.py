@@ -24,22 +24,26 @@ _BLOCK = '"""'
 
 
 @options.takes(options.CHAT)
-def chat(**given: Any) -> None:
+def chat(**arguments: Any) -> None:
     """Talk to a model. A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\"."""
-    parameters = values.generation_parameters(given)
+    parameters = values.generation_parameters(arguments)
     if "max_length" not in parameters:
         parameters.setdefault("max_new_tokens", _TOKENS)
-    settings = values.engine_config(given["config"], given)
+    settings = values.engine_config(arguments["config"], arguments)
     if settings.tp > 1:
         raise OptionError(f"tp={settings.tp}: a terminal is that of one process: leave tp out, or use `engine serve`")
-    cache_config = values.assignments(given["cache_option"], "--cache-option") or None
+    cache_config = values.assignments(arguments["cache_option"], "--cache-option") or None
     with Work() as work:
-        start_libraries(work, given["model"], given["assistant_model"])
-        generator = load_generator(work, given["model"], settings, given["adapter"])
-        if given["assistant_model"] is not None:
-            parameters["assistant_model"] = given["assistant_model"]
+        start_libraries(work, arguments["model"], arguments["assistant_model"])
+        generator = load_generator(work, arguments["model"], settings, arguments["adapter"])
+        if arguments["assistant_model"] is not None:
+            parameters["assistant_model"] = arguments["assistant_model"]
         talk = generator.chat(
-            given["system"], cache=given["cache"], cache_config=cache_config, resume=given["resume"], **parameters
+            arguments["system"],
+            cache=arguments["cache"],
+            cache_config=cache_config,
+            resume=arguments["resume"],
+            **parameters,
         )
     chooses = {"strategy", "do_sample", "num_beams", "penalty_alpha", "generation_config"} & parameters.keys()
     Terminal(talk, {} if chooses else {"do_sample": True}).run(_banner(generator, talk))
@@ -49,19 +53,19 @@ def _banner(generator: Generator, talk: Chat) -> str:
     """The model, its data type and context, and the cache."""
     model = generator.model
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    known = "" if context is None else f", context of {counted(context, 'token')}"
+    context_text = "" if context is None else f", context of {counted(context, 'token')}"
     dtype = str(model.dtype).removeprefix("torch.")
-    return f"{type(model).__name__}, {dtype} on {model.device}, cache {talk.backend}{known}"
+    return f"{type(model).__name__}, {dtype} on {model.device}, cache {talk.backend}{context_text}"
 
 
 class Terminal:
     """Reads messages and commands from standard input and prints answers.
 
-    again: parameters of an answer that is tried again, which would be the same one without chance.
+    retry_parameters: of an answer that is tried again, which would be the same one without chance.
     """
 
-    def __init__(self, chat: Chat, again: dict[str, Any]):
-        self._chat, self._again = chat, again
+    def __init__(self, chat: Chat, retry_parameters: dict[str, Any]):
+        self._chat, self._again = chat, retry_parameters
         self._commands: dict[str, tuple[Callable[..., None], str]] = {
             "/save": (self._save, "FILE: write the conversation and its cache to a file"),
             "/load": (self._load, "FILE: go on with a conversation that was saved"),

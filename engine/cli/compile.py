@@ -25,7 +25,7 @@ def compile(path: str | None, rows: int, dtype: str | None) -> None:
         work.doing("compiling one layer of each kind")
         begun = time.perf_counter()
         prompt = without_padding(torch.ones(rows, 2, dtype=torch.long))
-        found = generator.warmup(prompt, do_sample=False)
-    output.say(f"Compiled: {found}, for {rows} row{'s' * (rows > 1)}, in {time.perf_counter() - begun:.1f} s.")
-    if found.startswith("off"):
+        compiled = generator.warmup(prompt, do_sample=False)
+    output.say(f"Compiled: {compiled}, for {rows} row{'s' * (rows > 1)}, in {time.perf_counter() - begun:.1f} s.")
+    if compiled.startswith("off"):
         raise typer.Exit(1)

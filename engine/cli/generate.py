@@ -18,52 +18,54 @@ if TYPE_CHECKING:
 
 
 @options.takes(options.GENERATE)
-def generate(**given: Any) -> None:
+def generate(**arguments: Any) -> None:
     """Continue PROMPT. Greedy, unless the model's own settings or an option ask for sampling or for a search."""
-    is_many = given["jsonl"] is not None or values.are_lines(given["file"] or [])
-    settings = values.engine_config(given["config"], given)
-    if settings.tp > 1 and values.reads_standard_input(given["prompt"] or [], given["file"] or []):
+    is_many = arguments["jsonl"] is not None or values.are_lines(arguments["file"] or [])
+    settings = values.engine_config(arguments["config"], arguments)
+    if settings.tp > 1 and values.reads_standard_input(arguments["prompt"] or [], arguments["file"] or []):
         raise OptionError(f"--tp {settings.tp}: standard input is that of one process: give PROMPT or a --file")
-    texts = (values.lines if is_many else values.prompts)(given["prompt"] or [], given["file"] or [])
-    parameters = values.generation_parameters(given)
+    texts = (values.lines if is_many else values.prompts)(arguments["prompt"] or [], arguments["file"] or [])
+    parameters = values.generation_parameters(arguments)
     per_text = parameters.get("num_return_sequences", 1)
     rows = len(texts) * (per_text if isinstance(per_text, int) else 1)
-    if given["stream"] and rows > 1 and not is_many and not given["as_json"]:
+    if arguments["stream"] and rows > 1 and not is_many and not arguments["as_json"]:
         raise OptionError(f"--stream prints one text, but there are {rows}: add --json, which has the row of each text")
-    if given["jsonl"] is not None and (given["stream"] or given["as_json"] or given["stats"]):
+    if arguments["jsonl"] is not None and (arguments["stream"] or arguments["as_json"] or arguments["stats"]):
         raise OptionError("--jsonl writes into a file, and prints no text: leave --stream, --json and --stats out")
-    if is_many and (given["stream"] or given["stats"]):
+    if is_many and (arguments["stream"] or arguments["stats"]):
         raise OptionError("for the lines of a .jsonl file JSON is printed, with stats: leave --stream and --stats out")
-    if given["system"] is not None and not given["chat"]:
+    if arguments["system"] is not None and not arguments["chat"]:
         raise OptionError("--system needs a chat: add --chat")
-    cache_config = values.assignments(given["cache_option"], "--cache-option") or None
+    cache_config = values.assignments(arguments["cache_option"], "--cache-option") or None
     texts, labels = values.without_labels(texts) if is_many else (texts, [])
-    inputs = values.chats(texts, given["system"]) if given["chat"] else texts
+    inputs = values.chats(texts, arguments["system"]) if arguments["chat"] else texts
     is_first = values.is_first_rank(settings)
-    lines = _lines(given, inputs, labels, parameters, settings) if is_many else None
+    lines = _lines(arguments, inputs, labels, parameters, settings) if is_many else None
     if not is_first:
         output.mute()
-        given["stats"] = False
+        arguments["stats"] = False
     with Work(is_first) as work:
-        start_libraries(work, given["model"], given["assistant_model"])
-        generator = load_generator(work, given["model"], settings, given["adapter"])
-        if given["assistant_model"] is not None:
-            parameters["assistant_model"] = given["assistant_model"]
+        start_libraries(work, arguments["model"], arguments["assistant_model"])
+        generator = load_generator(work, arguments["model"], settings, arguments["adapter"])
+        if arguments["assistant_model"] is not None:
+            parameters["assistant_model"] = arguments["assistant_model"]
         if lines is not None:
             work.hide()
-            write_lines(generator, inputs, lines, parameters | {"cache": given["cache"], "cache_config": cache_config})
+            write_lines(
+                generator, inputs, lines, parameters | {"cache": arguments["cache"], "cache_config": cache_config}
+            )
             return
         work.doing("reading the prompt")
-        chunks = generator.stream(inputs, cache=given["cache"], cache_config=cache_config, **parameters)
-        result = _print(chunks, work, given, parameters.get("max_new_tokens"))
+        chunks = generator.stream(inputs, cache=arguments["cache"], cache_config=cache_config, **parameters)
+        result = _print(chunks, work, arguments, parameters.get("max_new_tokens"))
     has_limit = {"max_new_tokens", "max_length"} & set(parameters)
-    if is_first and "length" in result.finish_reasons and not given["stats"] and not has_limit:
-        most = max(map(len, result.tokens))
-        output.remark(f"(ended at the limit of {counted(most, 'token')}: --max-new-tokens or -n sets another)")
+    if is_first and "length" in result.finish_reasons and not arguments["stats"] and not has_limit:
+        longest = max(map(len, result.tokens))
+        output.remark(f"(ended at the limit of {counted(longest, 'token')}: --max-new-tokens or -n sets another)")
 
 
 def _lines(
-    given: dict[str, Any],
+    arguments: dict[str, Any],
     inputs: list[Any],
     labels: list[dict[str, Any]],
     parameters: dict[str, Any],
@@ -71,20 +73,20 @@ def _lines(
 ) -> Lines:
     """The lines of many prompts. Digests leave out where and how steps are computed: after a run that was out of
     memory, another may go on with other settings of these."""
-    asked = [given[name] for name in ("model", "assistant_model", "cache", "cache_option")]
-    asked += [] if given["adapter"] is None else [str(given["adapter"])]
+    asked = [arguments[name] for name in ("model", "assistant_model", "cache", "cache_option")]
+    asked += [] if arguments["adapter"] is None else [str(arguments["adapter"])]
     configured = [settings.to_dict()[name] for name in ("cache", "dtype", "weights")]
     digests = digests_of(inputs, [parameters, asked, configured])
-    lines = Lines(given["jsonl"], digests, labels, writes=values.is_first_rank(settings))
-    return lines if lines.path is None else opened(lines, lines.path, given["file"] or [])
+    lines = Lines(arguments["jsonl"], digests, labels, writes=values.is_first_rank(settings))
+    return lines if lines.path is None else opened(lines, lines.path, arguments["file"] or [])
 
 
-def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None) -> Generation:
+def _print(chunks: Stream, work: Work, arguments: dict[str, Any], limit: int | None) -> Generation:
     """Print the text; after an error or Ctrl-C the text so far, which `main` finds in the interrupt's `partial`.
 
     limit: the most new tokens of a row; None if unknown.
     """
-    streams, as_json = given["stream"], given["as_json"]
+    streams, as_json = arguments["stream"], arguments["as_json"]
     try:
         for chunk in chunks:
             if streams:
@@ -107,6 +109,6 @@ def _print(chunks: Stream, work: Work, given: dict[str, Any], limit: int | None)
                 output.say_json(result.to_dict())
             else:
                 output.say("" if streams else rendering.as_text(result))
-            if given["stats"]:
+            if arguments["stats"]:
                 output.tell(rendering.stats(result, terminal_width(100)))
     return result

@@ -29,5 +29,5 @@ class Command(TyperCommand):
 def _plain(names: str, text: str) -> tuple[str, str]:
     """The help record without Python types and ranges of numbers: the text has them in words."""
     text, _, facts = text.rstrip("]").partition("  [")
-    kept = [fact for fact in facts.split("; ") if fact and not re.search(r"\bx\b", fact)]
-    return re.sub(r" <.*>$", "", names), text + (f"  [{'; '.join(kept)}]" if kept else "")
+    in_words = [fact for fact in facts.split("; ") if fact and not re.search(r"\bx\b", fact)]
+    return re.sub(r" <.*>$", "", names), text + (f"  [{'; '.join(in_words)}]" if in_words else "")

@@ -29,13 +29,13 @@ def linears(path: str | None, threads: int | None, as_json: bool) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         work.doing("measuring matrix products")
-        found = linear_routes.fastest(layers)
+        fastest = linear_routes.fastest(layers)
     report = {
         "threads": torch.get_num_threads(),
         "measured": linear_routes.are_measured(layers),
         "shapes": [
             {"outputs": shape[0], "inputs": shape[1], "layers": layers[shape],
-             "fastest": dict(zip(linear_routes.ROW_NAMES, found[shape], strict=True))}
+             "fastest": dict(zip(linear_routes.ROW_NAMES, fastest[shape], strict=True))}
             for shape in sorted(layers)
         ],
     }  # fmt: skip
@@ -47,7 +47,10 @@ def _as_text(report: dict[str, Any], width: int) -> str:
     if not shapes:
         return "This model has no linear layers of torch."
     columns = [Column(title) for title in ("outputs x inputs", "layers", *shapes[0]["fastest"])]
-    rows = [[f"{one['outputs']} x {one['inputs']}", str(one["layers"]), *one["fastest"].values()] for one in shapes]
+    rows = [
+        [f"{shape['outputs']} x {shape['inputs']}", str(shape["layers"]), *shape["fastest"].values()]
+        for shape in shapes
+    ]
     closing = (
         f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
         '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth.'

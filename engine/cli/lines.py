@@ -49,14 +49,14 @@ def opened(lines: Lines, path: Path, files: list[Path]) -> Lines:
         if path.exists() and file.exists() and path.samefile(file):
             raise OptionError(f"--jsonl {path} has the prompts of --file {file}: name another file")
     content = path.read_bytes() if path.is_file() else b""  # a pipe has nothing to resume, and reading it would wait
-    *complete, rest = content.split(b"\n")
-    kept = [found for found in (_read(path, line) for line in complete) if "rows" in found]
-    _check_digests(path, kept, lines.digests)
-    if rest:
-        _check_unfinished(path, rest)
+    *complete, unfinished = content.split(b"\n")
+    written_lines = [line for line in (_read(path, line) for line in complete) if "rows" in line]
+    _check_digests(path, written_lines, lines.digests)
+    if unfinished:
+        _check_unfinished(path, unfinished)
         if lines.writes:
-            os.truncate(path, len(content) - len(rest))
-    return replace(lines, done=frozenset(found["index"] for found in kept))
+            os.truncate(path, len(content) - len(unfinished))
+    return replace(lines, done=frozenset(line["index"] for line in written_lines))
 
 
 def write_lines(generator: Generator, prompts: list[Any], lines: Lines, parameters: dict[str, Any]) -> None:
@@ -73,10 +73,10 @@ def write_lines(generator: Generator, prompts: list[Any], lines: Lines, paramete
         for request in requests:
             index, error = missing[request.index], request.error
             if error is None:
-                found = request.result().to_dict()
+                fields = request.result().to_dict()
             else:
-                found, failed = {"error": " ".join(str(error).split())}, failed + 1
-            line = {"index": index, "digest": lines.digests[index]} | lines.labels[index] | found
+                fields, failed = {"error": " ".join(str(error).split())}, failed + 1
+            line = {"index": index, "digest": lines.digests[index]} | lines.labels[index] | fields
             if file is None:
                 output.say_json(line)
             else:
@@ -103,35 +103,35 @@ def _as_bytes(value: Any) -> bytes:
 
 def _read(path: Path, line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-        is_written = type(found["index"]) is int and (
-            isinstance(found.get("rows"), list) or isinstance(found.get("error"), str)
+        fields = json.loads(line)
+        is_written = type(fields["index"]) is int and (
+            isinstance(fields.get("rows"), list) or isinstance(fields.get("error"), str)
         )
     except (ValueError, TypeError, KeyError):
         is_written = False
     if not is_written:
         raise _not_written(path, line)
-    return found
+    return fields
 
 
-def _check_unfinished(path: Path, rest: bytes) -> None:
+def _check_unfinished(path: Path, unfinished: bytes) -> None:
     """Raise `OptionError` if what is behind the last complete line is no beginning of one."""
-    begins = re.sub(rb"\d+", b"0", rest, count=1)
+    begins = re.sub(rb"\d+", b"0", unfinished, count=1)
     if not any(begins.startswith(beginning) or beginning.startswith(begins) for beginning in _BEGINNINGS):
-        raise _not_written(path, rest)
+        raise _not_written(path, unfinished)
 
 
 def _not_written(path: Path, line: bytes) -> OptionError:
     return OptionError(f"{path} has lines that --jsonl has not written ({line[:40]!r}): name another file")
 
 
-def _check_digests(path: Path, kept: list[dict[str, Any]], digests: list[str]) -> None:
+def _check_digests(path: Path, written_lines: list[dict[str, Any]], digests: list[str]) -> None:
     """Raise `OptionError` for texts of other prompts or options."""
-    known = [one for one in kept if "digest" in one and one["index"] < len(digests)]
-    others = [one["index"] for one in known if one["digest"] != digests[one["index"]]]
-    if others:
-        more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    with_digest = [line for line in written_lines if "digest" in line and line["index"] < len(digests)]
+    changed = [line["index"] for line in with_digest if line["digest"] != digests[line["index"]]]
+    if changed:
+        further = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise OptionError(
-            f"{path} has the text of another prompt or of other options for index {others[0]}{more}: name another "
+            f"{path} has the text of another prompt or of other options for index {changed[0]}{further}: name another "
             "file, or remove this one"
         )

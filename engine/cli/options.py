@@ -29,18 +29,20 @@ class Declared(NamedTuple):
     info: Any
 
 
-def option(kind: Any, metavar: str | None, help: str, *names: str, default: Any = None, **settings: Any) -> Declared:
+def option(
+    value_type: Any, metavar: str | None, help: str, *names: str, default: Any = None, **settings: Any
+) -> Declared:
     """names: as typed; default: the parameter's name. settings: further arguments of `typer.Option`."""
-    kind = kind | None if default is None else kind
-    return Declared(kind, default, typer.Option(*names, metavar=metavar, help=help, **settings))
+    value_type = value_type | None if default is None else value_type
+    return Declared(value_type, default, typer.Option(*names, metavar=metavar, help=help, **settings))
 
 
 def flag(help: str, *names: str) -> Declared:
     return option(bool, None, help, *names, default=False)
 
 
-def argument(kind: Any, metavar: str, help: str, **settings: Any) -> Declared:
-    return Declared(kind | None, None, typer.Argument(metavar=metavar, help=help, show_default=False, **settings))
+def argument(value_type: Any, metavar: str, help: str, **settings: Any) -> Declared:
+    return Declared(value_type | None, None, typer.Argument(metavar=metavar, help=help, show_default=False, **settings))
 
 
 def option_name(name: str) -> str:
@@ -86,11 +88,11 @@ def takes(panels: dict[str | None, dict[str, Declared]]) -> Callable[[Callable[.
     """
     parameters = []
     for panel, declared in panels.items():
-        for name, (kind, default, info) in declared.items():
+        for name, (value_type, default, info) in declared.items():
             info = copy(info)
             info.rich_help_panel = panel
             parameters.append(
-                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+                Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[value_type, info])
             )
 
     def declare(command: Callable[..., None]) -> Callable[..., None]:

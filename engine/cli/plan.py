@@ -23,7 +23,7 @@ def plan(path: str | None, model: str | None, free_gib: float | None, as_json: b
         import engine
 
         work.doing(f"planning the run with {asked['cache'] or 'every cache'}")
-        found = engine.plan(model or engine.SHIPPED_MODEL, cache_config=cache_config, free_bytes=free_bytes, **asked)
-    output.say_json(found.to_dict()) if as_json else output.say(str(found))
-    if asked["cache"] and found.choice is None:
+        planned = engine.plan(model or engine.SHIPPED_MODEL, cache_config=cache_config, free_bytes=free_bytes, **asked)
+    output.say_json(planned.to_dict()) if as_json else output.say(str(planned))
+    if asked["cache"] and planned.choice is None:
         raise typer.Exit(1)

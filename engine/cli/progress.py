@@ -58,16 +58,16 @@ class Work:
         _ONCE_PER_MACHINE.addHandler(self._handler)
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.hide()
 
-    def doing(self, what: str) -> None:
-        """Show `what` as the current work, and restart its clock."""
-        self._since_s, self._what = time.perf_counter(), what
-        self._bar.reset(self._task, total=None, description=what, counted="")
+    def doing(self, description: str) -> None:
+        """Show `description` as the current work, and restart its clock."""
+        self._since_s, self._what = time.perf_counter(), description
+        self._bar.reset(self._task, total=None, description=description, counted="")
 
-    def _also(self, what: str) -> None:
-        self._bar.update(self._task, description=f"{self._what} ({what})")
+    def _also(self, detail: str) -> None:
+        self._bar.update(self._task, description=f"{self._what} ({detail})")
 
     def count(self, chunk: StreamChunk, limit: int | None) -> None:
         """Show the progress after a chunk of the stream. limit: the most new tokens of a row; None if unknown."""

@@ -24,28 +24,28 @@ _MOST_TOKENS = 4096  # new ones of a text, for models whose context has no limit
 
 
 @options.takes(options.SERVE)
-def serve(**given: Any) -> None:
+def serve(**arguments: Any) -> None:
     """Answer requests of OpenAI's HTTP protocol; many at once run in one batch. GET / is a page to chat with.
 
     Ends with Ctrl-C or SIGTERM: requests that run are answered before.
     """
-    path = values.one_model(given["path"], given["model"])
-    api_key, settings = _api_key(given["api_key"]), _settings(given)
-    most_bytes = values.size(given["max_body_mib"], 2**20, "--max-body-mib")
+    path = values.one_model(arguments["path"], arguments["model"])
+    api_key, settings = _api_key(arguments["api_key"]), _settings(arguments)
+    most_bytes = values.size(arguments["max_body_mib"], 2**20, "--max-body-mib")
     _check_installed()
     from engine.server import listening
 
-    hosts = listening.allowed_hosts(given["host"], given["allowed_host"] or ())
-    if api_key is None and listening.allowed_hosts(given["host"]) is None:
-        output.tell(f"Everyone who reaches {given['host']} may use this server: --api-key sets a key.")
-    sockets = listening.listen(given["host"], given["port"]) if values.is_first_rank(settings) else []
+    hosts = listening.allowed_hosts(arguments["host"], arguments["allowed_host"] or ())
+    if api_key is None and listening.allowed_hosts(arguments["host"]) is None:
+        output.tell(f"Everyone who reaches {arguments['host']} may use this server: --api-key sets a key.")
+    sockets = listening.listen(arguments["host"], arguments["port"]) if values.is_first_rank(settings) else []
     try:
-        _serve(given, path, settings, sockets, (most_bytes, api_key, hosts))
+        _serve(arguments, path, settings, sockets, (most_bytes, api_key, hosts))
     finally:
         listening.close(sockets)
 
 
-def _serve(given: dict[str, Any], path: Any, settings: EngineConfig, sockets: list[socket], access: Any) -> None:
+def _serve(arguments: dict[str, Any], path: Any, settings: EngineConfig, sockets: list[socket], access: Any) -> None:
     """sockets: at which rank 0 listens; others have none. access: of `make_app`."""
     is_first = bool(sockets)
     with Work(is_first) as work:
@@ -55,22 +55,24 @@ def _serve(given: dict[str, Any], path: Any, settings: EngineConfig, sockets: li
         from engine.server.server import run
         from engine.server.service import Service
 
-        generator = load_generator(work, path, settings, given["adapter"])
+        generator = load_generator(work, path, settings, arguments["adapter"])
         work.doing("trying some texts")  # wrong options of the cache show here, and what is done once is done
         # OpenMP gives each thread that computes workers of its own, and those of the main thread would stay: with more
         # workers than processors all of them sleep between two products, and requests take a quarter longer.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(_try_texts, generator, given["max_batch"]).result()
+            thread.submit(_try_texts, generator, arguments["max_batch"]).result()
         if not is_first:
-            follow(generator, given["max_batch"])
+            follow(generator, arguments["max_batch"])
             return
         text_config = generator.model.config.get_text_config(decoder=True)
-        context = given["context_tokens"] or getattr(text_config, "max_position_embeddings", None)
-        limits = Limits(context, given["max_tokens"] or context or _MOST_TOKENS, given["max_batch"], given["max_time"])
-        name = given["name"] or ("shipped" if path is None else Path(path).name or str(path))
-        service = Service(generator, name, limits, given["max_queue"])
+        context = arguments["context_tokens"] or getattr(text_config, "max_position_embeddings", None)
+        limits = Limits(
+            context, arguments["max_tokens"] or context or _MOST_TOKENS, arguments["max_batch"], arguments["max_time"]
+        )
+        name = arguments["name"] or ("shipped" if path is None else Path(path).name or str(path))
+        service = Service(generator, name, limits, arguments["max_queue"])
     started = partial(_announce, name)
-    run(make_app(service, *access), service, sockets, given["drain_seconds"], started)
+    run(make_app(service, *access), service, sockets, arguments["drain_seconds"], started)
 
 
 def _try_texts(generator: Generator, most_rows: int) -> None:
@@ -86,9 +88,9 @@ def _try_texts(generator: Generator, most_rows: int) -> None:
         request.result()
 
 
-def _api_key(given: str | None) -> str | None:
-    """given: None for what the environment says."""
-    api_key = os.environ.get("KVENGINE_API_KEY") if given is None else given
+def _api_key(option: str | None) -> str | None:
+    """option: None for what the environment says."""
+    api_key = os.environ.get("KVENGINE_API_KEY") if option is None else option
     if api_key == "":
         raise OptionError("the API key is empty (--api-key or KVENGINE_API_KEY): give one, or leave it out")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
@@ -96,19 +98,19 @@ def _api_key(given: str | None) -> str | None:
     return api_key
 
 
-def _settings(given: dict[str, Any]) -> EngineConfig:
-    settings = values.engine_config(given["config"], given)
-    own: dict[str, Any] = {} if given["cache"] is None else {"cache": given["cache"]}
-    if cache_config := values.assignments(given["cache_option"], "--cache-option"):
-        if given["cache"] is None:
+def _settings(arguments: dict[str, Any]) -> EngineConfig:
+    settings = values.engine_config(arguments["config"], arguments)
+    changes: dict[str, Any] = {} if arguments["cache"] is None else {"cache": arguments["cache"]}
+    if cache_config := values.assignments(arguments["cache_option"], "--cache-option"):
+        if arguments["cache"] is None:
             raise OptionError("--cache-option sets an option of a cache: say which, with --cache")
-        own["cache"] = CacheConfig.from_dict({"name": given["cache"]} | cache_config)
-    gib = given["prefix_store_gib"]
+        changes["cache"] = CacheConfig.from_dict({"name": arguments["cache"]} | cache_config)
+    gib = arguments["prefix_store_gib"]
     if gib is not None:
-        own["prefix_store_bytes"] = values.size(gib, _GIB, "--prefix-store-gib") or None
+        changes["prefix_store_bytes"] = values.size(gib, _GIB, "--prefix-store-gib") or None
     elif settings.prefix_store_bytes is None:
-        own["prefix_store_bytes"] = _GIB
-    return settings.update(**own)[0]
+        changes["prefix_store_bytes"] = _GIB
+    return settings.update(**changes)[0]
 
 
 def _check_installed() -> None:

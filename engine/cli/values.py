@@ -35,28 +35,28 @@ _LABELS = ("id", "custom_id")  # of a line of JSON
 _PYTHONS = {"True": True, "False": False, "None": None}
 
 
-def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
+def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     """The generation parameters among the options.
 
     A sampling parameter turns sampling on; a temperature of 0 means greedy. `--set NAME=VALUE` is the same as the
     option of that name. Raises `OptionError` for options that contradict each other.
     """
     for name in ("regex", "stop_strings", "choices"):
-        for text in [given[name]] if isinstance(given[name], str) else given[name] or []:
+        for text in [arguments[name]] if isinstance(arguments[name], str) else arguments[name] or []:
             checked(text, _option(name))
-    if given["choices"] and not any(given["choices"]):
+    if arguments["choices"] and not any(arguments["choices"]):
         raise OptionError("every --choice is empty, so every text would be empty: give one that is not")
-    others = assignments(given["set_option"], "--set")
-    values = given | {"do_sample": given["do_sample"] or None}  # a flag is False if it was not given
-    if (file := given["json_schema"]) is not None:
+    further = assignments(arguments["set_option"], "--set")
+    values = arguments | {"do_sample": arguments["do_sample"] or None}  # a flag is False if it was not given
+    if (file := arguments["json_schema"]) is not None:
         values["json_schema"] = _read(str(file), file.read_bytes)
     named = {name: values[name] for name in _NAMED if values[name] not in (None, [])}
-    for name in others:
+    for name in further:
         if name in named:
             raise OptionError(f"{name} was given twice: as {_option(name)} and as --set {name}: leave one of them out")
-        if name in _INSTEAD or (name in given and name not in _NAMED):
+        if name in _INSTEAD or (name in arguments and name not in _NAMED):
             raise OptionError(f"--set does not give {name}: use {_option(name)}")
-    named |= {name: others.pop(name) for name in _NAMED if name in others}
+    named |= {name: further.pop(name) for name in _NAMED if name in further}
     named = {name: value for name, value in named.items() if value is not None}
     searches = any(name in named for name in _SEARCHING)
     draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
@@ -68,7 +68,7 @@ def generation_parameters(given: dict[str, Any]) -> dict[str, Any]:
         named["do_sample"] = False
     elif draws and not searches and "strategy" not in named:
         named.setdefault("do_sample", True)
-    return named | others
+    return named | further
 
 
 def one_model(path: str | None, named: str | None) -> str | None:
@@ -83,7 +83,7 @@ def _option(name: str) -> str:
     return _INSTEAD.get(name, options.option_name(name))
 
 
-def engine_config(chosen: str | None, given: dict[str, Any]) -> EngineConfig:
+def engine_config(chosen: str | None, arguments: dict[str, Any]) -> EngineConfig:
     """The configuration of `--config`, with the other options applied. chosen: a preset or a JSON file."""
     if chosen is None:
         config = EngineConfig()
@@ -95,7 +95,9 @@ def engine_config(chosen: str | None, given: dict[str, Any]) -> EngineConfig:
         raise OptionError(
             f"--config {chosen} is neither a preset nor a JSON file that exists; presets: {', '.join(presets())}"
         )
-    return config.update(**{name: given[name] for name in _SETTINGS if given.get(name) not in (None, [], False)})[0]
+    return config.update(
+        **{name: arguments[name] for name in _SETTINGS if arguments.get(name) not in (None, [], False)}
+    )[0]
 
 
 def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
@@ -145,29 +147,32 @@ def reads_standard_input(texts: list[str], files: list[Path]) -> bool:
 
 def lines(texts: list[str], files: list[Path]) -> list[Any]:
     """Many prompts: the arguments, or the lines of the files: texts, or JSON where a name ends in .jsonl."""
-    found = prompts(texts, files)
+    texts_read = prompts(texts, files)
     if not files:
-        return found
-    return [line for file, text in zip(files, found, strict=True) for line in _lines(str(file), text)]
+        return texts_read
+    return [line for file, text in zip(files, texts_read, strict=True) for line in _lines(str(file), text)]
 
 
 def are_lines(files: list[Path]) -> bool:
     """Whether each line of the files is a prompt, as their names say. Raises `OptionError` where only some say so."""
-    others = [file for file in files if file.suffix != ".jsonl"]
-    if others and len(others) < len(files):
+    plain = [file for file in files if file.suffix != ".jsonl"]
+    if plain and len(plain) < len(files):
         raise OptionError(
-            f"{others[0]} is one prompt, and the lines of a .jsonl file are one each: run them apart, or give --jsonl, "
+            f"{plain[0]} is one prompt, and the lines of a .jsonl file are one each: run them apart, or give --jsonl, "
             "which takes each line of both for a prompt"
         )
-    return bool(files) and not others
+    return bool(files) and not plain
 
 
 def without_labels(prompts: list[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
     """The prompts, and the labels of each, which its output has too."""
-    labels = [{name: one[name] for name in _LABELS if name in one} if isinstance(one, dict) else {} for one in prompts]
+    labels = [
+        {name: prompt[name] for name in _LABELS if name in prompt} if isinstance(prompt, dict) else {}
+        for prompt in prompts
+    ]
     plain = [
-        {name: value for name, value in one.items() if name not in _LABELS} if isinstance(one, dict) else one
-        for one in prompts
+        {name: value for name, value in prompt.items() if name not in _LABELS} if isinstance(prompt, dict) else prompt
+        for prompt in prompts
     ]
     return plain, labels
 
@@ -181,10 +186,12 @@ def _lines(path: str, text: str) -> Iterator[Any]:
             prompt = _prompt_of(json.loads(line)) if path.endswith(".jsonl") else line
         except (ValueError, RecursionError) as error:
             raise OptionError(f"line {number} of {path} is no JSON: {error}") from error
-        said = (
-            {name: one for name, one in prompt.items() if name not in _LABELS} if isinstance(prompt, dict) else prompt
+        inputs = (
+            {name: value for name, value in prompt.items() if name not in _LABELS}
+            if isinstance(prompt, dict)
+            else prompt
         )
-        if said is None or said == {} or (isinstance(said, dict) and said.get("prompt", "") is None):
+        if inputs is None or inputs == {} or (isinstance(inputs, dict) and inputs.get("prompt", "") is None):
             raise OptionError(f"line {number} of {path} has no prompt: {line:.80}")
         yield prompt
 
@@ -214,14 +221,14 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 def chats(prompts: list[Any], system: str | None) -> list[Any]:
     """Each prompt, a text or a mapping with one, as a new chat. Raises `OptionError` for others."""
-    found = []
+    conversations = []
     for number, prompt in enumerate(prompts, 1):
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         if not isinstance(text, str):
             raise OptionError(f"--chat makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
         chat = messages(text, system)
-        found.append(prompt | {"prompt": chat} if isinstance(prompt, dict) else chat)
-    return found
+        conversations.append(prompt | {"prompt": chat} if isinstance(prompt, dict) else chat)
+    return conversations
 
 
 def size(amount: float, unit: int, option: str) -> int:
@@ -237,9 +244,9 @@ def _standard_input() -> str:
     return _read("standard input", sys.stdin.buffer.read)
 
 
-def _read(where: str, read: Callable[[], bytes]) -> str:
+def _read(where: str, read_bytes: Callable[[], bytes]) -> str:
     try:
-        return read().decode("utf-8-sig")  # editors on Windows begin a file with a mark
+        return read_bytes().decode("utf-8-sig")  # editors on Windows begin a file with a mark
     except OSError as error:
         raise OptionError(f"{where} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -29,11 +29,11 @@ class Cancellation:
     def check(self) -> None:
         """Raise `StopAsked` or `UserInterrupt` when the run shall stop, here or on another rank."""
         is_set = self._event is not None and self._event.is_set()
-        why = self._ranks.most(_PRESSED if self._is_pressed else _SET if is_set else 0)
-        if why == _PRESSED:
+        cause = self._ranks.most(_PRESSED if self._is_pressed else _SET if is_set else 0)
+        if cause == _PRESSED:
             self._is_pressed = True
             self.check_keys()
-        if why == _SET:
+        if cause == _SET:
             raise StopAsked
 
     def check_keys(self) -> None:

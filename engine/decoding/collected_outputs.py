@@ -46,21 +46,29 @@ class CollectedOutputs:
         """Discard what forwards of these rows returned for columns behind `total_tokens`: they were rolled back."""
         if self._takes_last:
             return
-        within = [given for given in self._outputs if rows.start <= given.first and given.last <= rows.stop]
-        self._outputs = [given for given in self._outputs if given not in within or given.end <= total_tokens]
+        within = [entry for entry in self._outputs if rows.start <= entry.first and entry.last <= rows.stop]
+        self._outputs = [entry for entry in self._outputs if entry not in within or entry.end <= total_tokens]
 
-    def complete(self, rows: slice, last: ModelOutput) -> tuple[ModelOutput, torch.Tensor | None]:
-        """The outputs of the last forward of these rows, with all logits that are wanted, and the hidden states."""
+    def complete(self, rows: slice, outputs: ModelOutput) -> tuple[ModelOutput, torch.Tensor | None]:
+        """The `outputs` of the last forward of these rows, with all logits that are wanted, and the hidden states."""
         if self._takes_last:
-            return last, None
+            return outputs, None
         # Earlier forwards may have computed these rows together with others.
-        given = [one for one in self._outputs if one.first <= rows.start and rows.stop <= one.last]
-        own = [slice(rows.start - one.first, rows.stop - one.first) for one in given]
+        matching = [entry for entry in self._outputs if entry.first <= rows.start and rows.stop <= entry.last]
+        row_slices = [slice(rows.start - entry.first, rows.stop - entry.first) for entry in matching]
         if self.tokens > 1:
-            logits = [one.logits[part] for one, part in zip(given, own, strict=True) if one.logits is not None]
-            last["logits"] = _last_logits(logits, self.tokens)
-        states = [one.states[part] for one, part in zip(given, own, strict=True) if one.states is not None]
-        return last, torch.cat(states, dim=1) if self.hidden else None
+            logits = [
+                entry.logits[row_slice]
+                for entry, row_slice in zip(matching, row_slices, strict=True)
+                if entry.logits is not None
+            ]
+            outputs["logits"] = _last_logits(logits, self.tokens)
+        states = [
+            entry.states[row_slice]
+            for entry, row_slice in zip(matching, row_slices, strict=True)
+            if entry.states is not None
+        ]
+        return outputs, torch.cat(states, dim=1) if self.hidden else None
 
 
 def _last_logits(logits: list[torch.Tensor], tokens: int) -> torch.Tensor:

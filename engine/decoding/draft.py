@@ -42,13 +42,13 @@ class Draft:
 
     def drafts(self, strategy: Strategy) -> SpeculationStats:
         """The statistics of a new run; where the strategy asks for it, with the length that the last run ended with."""
-        found = SpeculationStats()
+        statistics = SpeculationStats()
         if needs_of(strategy).keeps_draft_length:
             learned = self._learned
             if learned is not None and learned[0] == strategy:
-                found.length = learned[1].length
-            self._learned = strategy, found
-        return found
+                statistics.length = learned[1].length
+            self._learned = strategy, statistics
+        return statistics
 
     def judge(self, drafts: SpeculationStats, model: PreTrainedModel) -> None:
         """Warn, once, of a draft that costs more time than it saves. drafts: of a run that has ended.

@@ -158,10 +158,10 @@ class Driver:
         """Perform `forward` in turns: see `turns`."""
         while True:
             with self._cancellation.noting_keys():
-                left = _without_grad(partial(self.loop.read_piece, forward, piece_tokens()))
-            if left is None:
+                remaining = _without_grad(partial(self.loop.read_piece, forward, piece_tokens()))
+            if remaining is None:
                 break
-            forward = left
+            forward = remaining
             yield None
         computed = yield forward
         if computed is None:  # else the cache has an open step
@@ -198,15 +198,15 @@ class Driver:
             finally:
                 del failure  # as above
         when = f"after {counted(max(map(len, result.tokens)), 'new token')} per row"
-        kept = "what was generated is in `partial`, with its cache where that can be continued"
+        advice = "what was generated is in `partial`, with its cache where that can be continued"
         if isinstance(failure, StopAsked):
-            raise GenerationCancelled(f"generation was cancelled {when}; {kept}", result)
+            raise GenerationCancelled(f"generation was cancelled {when}; {advice}", result)
         if isinstance(failure, Exhausted):
-            raise OutOfMemoryError(f"memory was out {when} ({failure}); {kept}", result) from failure.__cause__
+            raise OutOfMemoryError(f"memory was out {when} ({failure}); {advice}", result) from failure.__cause__
         if isinstance(failure, NoCandidateError):
-            raise InvalidLogitsError(f"generation stopped {when}: {failure}; {kept}", result)
-        why = f"{type(failure).__name__}: {failure}"
-        raise GenerationInterrupted(f"generation stopped {when} ({why}); {kept}", result) from failure
+            raise InvalidLogitsError(f"generation stopped {when}: {failure}; {advice}", result)
+        description = f"{type(failure).__name__}: {failure}"
+        raise GenerationInterrupted(f"generation stopped {when} ({description}); {advice}", result) from failure
 
 
 def _exhausted(error: Exception | KeyboardInterrupt) -> Exhausted:

@@ -50,7 +50,7 @@ class FedIds:
     def agreed(self, log: TokenLog) -> int:
         """How many of the columns fed are those of `log`, where padding agrees with any token."""
         without_ids = self._prefix.columns_without_ids
-        known = self.ids[:, without_ids : self.count]
-        columns = min(known.shape[1], log.ids.shape[1])
-        same = (known[:, :columns] == log.ids[:, :columns]) | (log.mask[:, :columns] == 0)
-        return without_ids + int(same.all(dim=0).long().cumprod(dim=0).sum())
+        ids = self.ids[:, without_ids : self.count]
+        columns = min(ids.shape[1], log.ids.shape[1])
+        agrees = (ids[:, :columns] == log.ids[:, :columns]) | (log.mask[:, :columns] == 0)
+        return without_ids + int(agrees.all(dim=0).long().cumprod(dim=0).sum())

@@ -31,7 +31,7 @@ _SMALLEST_CHUNK = 8  # tokens of a prompt
 class ForwardExecutor:
     """Feeds one model. Fallbacks that save memory change `cache`, the tokens per forward and the rows per forward.
 
-    before: columns in the cache that come before the ids. chunk_tokens, check, compiled: see `ForwardOptions`.
+    cached_columns: those in the cache that come before the ids. chunk_tokens, check, compiled: see `ForwardOptions`.
     routed: whether linear layers are routed; False where the runner has no table of routes.
     """
 
@@ -41,13 +41,13 @@ class ForwardExecutor:
         cache: EngineCache,
         columns: Columns,
         inputs: ModelInputs,
-        before: int,
+        cached_columns: int,
         chunk_tokens: int | None,
         check: Callable[[], None] | None,
         compiled: bool,
     ):
         self.model, self.cache, self.columns, self.routed = runner.model, cache, columns, runner.linears != TORCH
-        self._runner, self._before, self._check = runner, before, check
+        self._runner, self._before, self._check = runner, cached_columns, check
         self.inputs = inputs.extended(self.model, columns.room)
         self._chunk_tokens = self._given_chunk_tokens = chunk_tokens
         # Per row, the row of the prompt that it goes on from: rows of one prompt share its inputs.
@@ -190,8 +190,8 @@ class ForwardExecutor:
     def empty(self) -> None:
         """Empty the cache and free its memory."""
         if can_migrate(self.cache):
-            for part in self.cache.parts:
-                part.stack.release()
+            for subcache in self.cache.parts:
+                subcache.stack.release()
         self.cache.reset()
 
     # Fallbacks that save memory.
@@ -202,8 +202,8 @@ class ForwardExecutor:
         self._runner.discard_graphs()
         for _, cache in self.parts:
             if can_migrate(cache):
-                for part in cache.parts:
-                    part.scratch.release()
+                for subcache in cache.parts:
+                    subcache.scratch.release()
 
     def read_in_smaller_chunks(self, waiting: int) -> int | None:
         """Feed the `waiting` tokens in smaller chunks: the tokens of one. None where that cannot save memory."""
@@ -212,9 +212,9 @@ class ForwardExecutor:
         is_quantized = capabilities(self.cache).is_quantized and not self._quantized_to_save_memory
         if tokens <= _SMALLEST_CHUNK or is_quantized or self.cache.handle is None or self._has_media:
             return None
-        why = self.why_not_in_pieces(self.cache.total_tokens + waiting)
-        if why is not None:
-            raise StepError(why)
+        reason = self.why_not_in_pieces(self.cache.total_tokens + waiting)
+        if reason is not None:
+            raise StepError(reason)
         self._chunk_tokens = max(_SMALLEST_CHUNK, tokens // 4)
         return self._chunk_tokens
 
@@ -235,8 +235,8 @@ class ForwardExecutor:
             return None
         self._quantized_to_save_memory |= quantized
         self._chunk_tokens = self._given_chunk_tokens  # the cache may have been the part without room, not the forward
-        place = "on disk" if residency == "disk" else "in host memory"
-        return f"the cache goes on as {self.cache.name} {place}"
+        tier = "on disk" if residency == "disk" else "in host memory"
+        return f"the cache goes on as {self.cache.name} {tier}"
 
     def impose_window(self, window_length: int) -> None:
         """Go on with the last `window_length` tokens of the cache alone."""
@@ -245,8 +245,8 @@ class ForwardExecutor:
             if not can_migrate(cache):
                 raise StepError(f"a window cannot be imposed on a {cache.name} cache")
             slid.append(apply_window(cache, window_length))
-        for number, part in enumerate(slid):
-            self._replace(number, part)
+        for number, slid_cache in enumerate(slid):
+            self._replace(number, slid_cache)
 
     def _replace(self, number: int, cache: EngineCache) -> None:
         """`cache` replaces that of the part of this number."""
@@ -284,5 +284,5 @@ def _offloaded(cache: EngineCache, residency: str, quantized: bool) -> EngineCac
 
 def _offloaded_as(cache: Cache | EncoderDecoder) -> str:
     """The backend for a cache that was put together by hand."""
-    kind = OffloadedQuantizedCacheConfig if cache.is_quantized else OffloadedCacheConfig
-    return kind.name
+    config_class = OffloadedQuantizedCacheConfig if cache.is_quantized else OffloadedCacheConfig
+    return config_class.name

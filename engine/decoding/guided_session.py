@@ -38,13 +38,13 @@ class GuidedSession:
     def fed(self) -> int:
         return max(0, self._session.fed - self._lead)
 
-    def forward(self, tokens: torch.Tensor, *wanted: Any, **more: Any) -> tuple[ModelOutput, torch.Tensor | None]:
+    def forward(self, tokens: torch.Tensor, *flags: Any, **options: Any) -> tuple[ModelOutput, torch.Tensor | None]:
         """See `ModelSession.forward`. The outputs have the prompts' rows alone, and also `unguided_logits`."""
         rows, columns = tokens.shape
-        outputs, states = self._session.forward(self._of_both(tokens), *wanted, **more)
+        outputs, states = self._session.forward(self._of_both(tokens), *flags, **options)
         for name in ("attentions", "hidden_states"):
             if name in outputs:
-                outputs[name] = tree_map(lambda part: self._of_prompts(part, rows, columns), outputs[name])
+                outputs[name] = tree_map(lambda record: self._of_prompts(record, rows, columns), outputs[name])
         guided = self._session.attempt(lambda: self._guided(outputs.logits))
         outputs["unguided_logits"] = outputs.logits[:rows]
         outputs["logits"] = guided
@@ -62,22 +62,22 @@ class GuidedSession:
     def abort_joined(self) -> None:
         self._session.abort_joined()
 
-    def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
+    def read_piece(self, tokens: torch.Tensor, max_tokens: int) -> torch.Tensor | None:
         """Both texts are read at once."""
         return None
 
     def park(self) -> None:
         self._session.park()
 
-    def _of_prompts(self, part: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
+    def _of_prompts(self, record: torch.Tensor | None, rows: int, columns: int) -> torch.Tensor | None:
         """A record of a layer, [rows, ..., columns, width], without the other texts and the padding added for them."""
-        if part is None:
+        if record is None:
             return None
-        return part[:rows, ..., self._lead :, :] if part.shape[-2] > columns else part[:rows]
+        return record[:rows, ..., self._lead :, :] if record.shape[-2] > columns else record[:rows]
 
     def _guided(self, logits: torch.Tensor) -> torch.Tensor:
-        own, other = logits.float().log_softmax(dim=-1).chunk(2)
-        return self._scale * (own - other) + other
+        logprobs, other_logprobs = logits.float().log_softmax(dim=-1).chunk(2)
+        return self._scale * (logprobs - other_logprobs) + other_logprobs
 
     def attempt(self, work: Callable[[], T], repeats: Callable[[], bool] = lambda: True) -> T:
         return self._session.attempt(work, repeats)
@@ -85,13 +85,13 @@ class GuidedSession:
     def _of_both(self, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens of both texts, which differ in the columns of the prompt."""
         begin = self._session.fed
-        own = tokens if begin else pad(tokens, (self._lead, 0))
-        return torch.cat([own, self._of_others(own, begin)])
+        ids = tokens if begin else pad(tokens, (self._lead, 0))
+        return torch.cat([ids, self._of_others(ids, begin)])
 
-    def _of_others(self, own: torch.Tensor, begin: int) -> torch.Tensor:
-        """The ids of the other texts in the columns of `own` [rows, n], which begin at column `begin`."""
-        known = self._others[:, begin : begin + own.shape[1]]
-        return torch.cat([known, own[:, known.shape[1] :]], dim=1)
+    def _of_others(self, ids: torch.Tensor, begin: int) -> torch.Tensor:
+        """The ids of the other texts in the columns of `ids` [rows, n], which begin at column `begin`."""
+        other_ids = self._others[:, begin : begin + ids.shape[1]]
+        return torch.cat([other_ids, ids[:, other_ids.shape[1] :]], dim=1)
 
     def commit(self, rejected: int = 0) -> None:
         self._session.commit(rejected)
@@ -100,9 +100,9 @@ class GuidedSession:
         self._session.go_back(fed + self._lead if fed else 0)
 
     def select_rows(self, index: torch.Tensor) -> None:
-        others = self._others[index.to(self._others.device)]
+        other_ids = self._others[index.to(self._others.device)]
         self._session.select_rows(torch.cat([index, index + len(self._others)]))
-        self._others = others
+        self._others = other_ids
 
     def discard_cache(self) -> None:
         self._session.discard_cache()
@@ -124,9 +124,9 @@ class GuidedSession:
             session.discard_cache()  # better no cache than no text
 
     def _select_prompts(self, rows: int) -> None:
-        own, known = torch.arange(rows, device="cpu"), self.cache.log
-        self.cache.select_rows(own)
+        index, log = torch.arange(rows, device="cpu"), self.cache.log
+        self.cache.select_rows(index)
         if self._lead > 0:
             self.cache.reset()
         else:
-            self.cache.log = None if known is None else known.select_rows(own)
+            self.cache.log = None if log is None else log.select_rows(index)

@@ -71,14 +71,14 @@ class LogitsCheck:
         if not self._tokens.late:
             self._check(self._logits)
 
-    def process(self, ids: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        """The scores that the processors make of `given` [rows, vocabulary] for the texts `ids`; checked later."""
-        scores, column = self._processing(ids, given), ids.shape[1]
+    def process(self, ids: torch.Tensor, raw_scores: torch.Tensor) -> torch.Tensor:
+        """The scores that the processors make of `raw_scores` [rows, vocabulary] for the texts `ids`; checked later."""
+        scores, column = self._processing(ids, raw_scores), ids.shape[1]
         # What was asked about this column before the last forward was about texts that were only tried.
-        kept = [one for one in self._scores if one.column != column or one.forwards == self._forwards]
+        pending = [entry for entry in self._scores if entry.column != column or entry.forwards == self._forwards]
         number, peaks = column - self._tokens.prompt + 1, self._tokens.send(scores.amax(dim=-1))
-        new = _Values(column, number, self._forwards, scores[:, None], peaks, asked=(ids, given))
-        self._scores = [*kept, new]
+        added = _Values(column, number, self._forwards, scores[:, None], peaks, asked=(ids, raw_scores))
+        self._scores = [*pending, added]
         return scores
 
     def before_write(self) -> None:
@@ -97,11 +97,11 @@ class LogitsCheck:
         self._check(self._logits)
         self._check(self._scores)
 
-    def _check(self, kept: list[_Values], column: float = math.inf) -> None:
-        if not kept:
+    def _check(self, pending: list[_Values], column: float = math.inf) -> None:
+        if not pending:
             return
-        for one in [one for one in kept if one.column <= column]:
-            peaks = arrived(one.peaks)
+        for entry in [entry for entry in pending if entry.column <= column]:
+            peaks = arrived(entry.peaks)
             if _are_finite(peaks):
                 continue
             running = self._stopping.running
@@ -110,12 +110,12 @@ class LogitsCheck:
             # A search does without a row that nothing comes after, as long as the prompt has others.
             each_counts = column < math.inf or len(peaks) == len(running) == self._prompts
             rows = [row for row, peak in enumerate(peaks) if counts[row] and not math.isfinite(peak)]
-            rows = [row for row in rows if one.asked is None or self._is_lost(peaks[row], each_counts)]
-            if rows and one.fed is not None:
-                self._session.go_back(one.fed)
+            rows = [row for row in rows if entry.asked is None or self._is_lost(peaks[row], each_counts)]
+            if rows and entry.fed is not None:
+                self._session.go_back(entry.fed)
             if rows:
-                raise NoCandidateError(self._message(one, self._found(one, rows, len(peaks))))
-        kept[:] = [one for one in kept if one.column > column]
+                raise NoCandidateError(self._message(entry, self._found(entry, rows, len(peaks))))
+        pending[:] = [entry for entry in pending if entry.column > column]
 
     def _is_lost(self, peak: float, each_counts: bool = True) -> bool:
         return math.isnan(peak) or (peak == math.inf and self._weighs) or (peak == -math.inf and each_counts)
@@ -123,39 +123,40 @@ class LogitsCheck:
     def _are_lost(self, scores: torch.Tensor) -> bool:
         return any(map(self._is_lost, scores.amax(dim=-1).tolist()))
 
-    def _message(self, one: _Values, found: str) -> str:
-        if one.asked is not None:
-            who = self._processing.culprit(*one.asked, self._are_lost)
+    def _message(self, entry: _Values, problem: str) -> str:
+        if entry.asked is not None:
+            who = self._processing.culprit(*entry.asked, self._are_lost)
             return (
-                f"{who} set {found}, so no token can be chosen; the model's logits were finite. A logits processor may "
-                "set scores to -inf, but not all of a row, and none to NaN or +inf"
+                f"{who} set {problem}, so no token can be chosen; the model's logits were finite. A logits processor "
+                "may set scores to -inf, but not all of a row, and none to NaN or +inf"
             )
-        computed = f"they were computed in {str(one.dtype).removeprefix('torch.')}: {_TYPES}"
-        if one.fed is None:
+        computed = f"they were computed in {str(entry.dtype).removeprefix('torch.')}: {_TYPES}"
+        if entry.fed is None:
             return (
-                f"the draft returned {found}, so what it proposes is nonsense, while the model and its text are sound: "
-                f"leave assistant_model out, or repair the draft ({computed})"
+                f"the draft returned {problem}, so what it proposes is nonsense, while the model and its text are sound"
+                f": leave assistant_model out, or repair the draft ({computed})"
             )
-        return f"the model returned {found}, by which no token can be chosen; {computed}"
+        return f"the model returned {problem}, by which no token can be chosen; {computed}"
 
-    def _found(self, one: _Values, rows: list[int], of: int) -> str:
+    def _found(self, entry: _Values, rows: list[int], of: int) -> str:
         """What is wrong, with counts, for which tokens of which of `of` rows; of which prompts where these differ."""
-        values, last = one.values[rows], one.number + one.values.shape[1] - 1
+        values, number = entry.values[rows], entry.number
+        last_token = number + values.shape[1] - 1
         counts = {"NaN": int(values.isnan().sum()), "+inf": int(values.isposinf().sum())}
         counts, scores = {name: count for name, count in counts.items() if count}, f"{values.numel()} scores"
-        which = f"new token {last}" if last == one.number else f"new tokens {one.number} to {last}"
+        new_tokens = f"new token {last_token}" if last_token == number else f"new tokens {number} to {last_token}"
         prompts = sorted({row * self._prompts // of for row in rows})
         whose = _named("row", rows) + ("" if of == self._prompts else f" (of {_named('prompt', prompts)})")
-        if one.asked is not None:  # what a processor did: "set ..."
+        if entry.asked is not None:  # what a processor did: "set ..."
             to = " and ".join(f"{count} to {name}" for name, count in counts.items())
-            return f"{f'{to} of the' if to else 'all'} {scores} of {whose}{'' if to else ' to -inf'} at {which}"
+            return f"{f'{to} of the' if to else 'all'} {scores} of {whose}{'' if to else ' to -inf'} at {new_tokens}"
         wrong = " and ".join(f"{count} {name}" for name, count in counts.items())
-        return f"{f'{wrong} among' if wrong else 'nothing but -inf in'} {scores} for {which} of {whose}"
+        return f"{f'{wrong} among' if wrong else 'nothing but -inf in'} {scores} for {new_tokens} of {whose}"
 
 
 def _are_finite(peaks: Iterable[float]) -> bool:
     return all(map(math.isfinite, peaks))
 
 
-def _named(kind: str, indices: list[int]) -> str:
-    return f"{kind}{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+def _named(noun: str, indices: list[int]) -> str:
+    return f"{noun}{'s' * (len(indices) > 1)} {', '.join(map(str, indices))}"

@@ -123,8 +123,8 @@ class DecodingLoop:
         with recovering(CacheError, Exhausted) as outcome:
             select = self._row_selection(index)
             self._session.select_rows(index)
-        if (why := outcome.failure) is not None:
-            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", why)
+        if (reason := outcome.failure) is not None:
+            _logger.warning("the cache is emptied, because its rows could not follow those of the result: %s", reason)
             self._session.discard_cache()  # this makes room
             select = self._row_selection(index)
         select()
@@ -180,13 +180,13 @@ class DecodingLoop:
         """See `ModelSession`."""
         self._session.abort_joined()
 
-    def read_piece(self, forward: Forward, most: int) -> Forward | None:
-        """Read at most `most` tokens of the prompt: what is left of it. None where `forward` is to be performed."""
+    def read_piece(self, forward: Forward, max_tokens: int) -> Forward | None:
+        """Read at most `max_tokens` of the prompt: what is left of it. None where `forward` is to be performed."""
         is_plain = forward.model == "main" and not (forward.hidden or forward.all_logits)
         if not is_plain or forward.tokens.shape[1] <= 1 or self.clock.has_first_token:
             return None
-        left = self._session.read_piece(forward.tokens, most)
-        return None if left is None else forward._replace(tokens=left)
+        remaining = self._session.read_piece(forward.tokens, max_tokens)
+        return None if remaining is None else forward._replace(tokens=remaining)
 
     def park(self) -> None:
         """Free the memory of the cache until the next forward."""
@@ -244,10 +244,10 @@ class DecodingLoop:
         """See `Task`: the scores as they are without processors. Not repeated where one has written into them."""
         if not self._request.processing.names:
             return scores
-        before = None if scores.is_inference() else write_count(scores)
+        writes = None if scores.is_inference() else write_count(scores)
 
         def is_unchanged() -> bool:
-            return before is not None and write_count(scores) == before
+            return writes is not None and write_count(scores) == writes
 
         # Processors draw from torch's global generator, not from that of the call's seed.
         work = self._rewinding(lambda: self._logits_check.process(ids, scores), None)
@@ -299,7 +299,7 @@ class DecodingLoop:
         """Write these texts, one for each row, after the prompt: the run ends with them."""
         lengths = [len(text.tokens) for text in texts]
         padding = [[self._request.pad_id] * (max(lengths) - length) for length in lengths]
-        tokens = [text.tokens + after for text, after in zip(texts, padding, strict=True)]
+        tokens = [text.tokens + fill for text, fill in zip(texts, padding, strict=True)]
         self._tokens.write_rows(torch.tensor(tokens, dtype=torch.long, device=self._device), lengths)
         self._best = None
         self._new_tokens = sum(lengths)
@@ -318,16 +318,16 @@ class DecodingLoop:
         """Read the first unread column, and find the rows that end with it."""
         running = self._stopping.running
         self._logits_check.before_read()
-        new = self._tokens.next()
-        self.ranks.note(new)
+        tokens = self._tokens.next()
+        self.ranks.note(tokens)
         if self._tokens.late:
             self._checkpoints.read()
         if not self.clock.has_first_token:
             self.clock.first_token()
         self._new_tokens += sum(running)
-        ends = self._stopping.ends(new, lambda: self._tokens.ids[:, : self._tokens.read])
-        logprobs = self._records.logprobs(self._tokens.read - self._tokens.prompt - 1, new)
-        self.stream_buffer.push(new, running, ends, logprobs)
+        ends = self._stopping.ends(tokens, lambda: self._tokens.ids[:, : self._tokens.read])
+        logprobs = self._records.logprobs(self._tokens.read - self._tokens.prompt - 1, tokens)
+        self.stream_buffer.push(tokens, running, ends, logprobs)
         try:
             self._stopping.check(self._tokens.read, ends, self.stream_buffer.texts, self._read_by_criteria)
         finally:
@@ -457,10 +457,10 @@ def _followed(best: Callable[[], list[Hypothesis] | None], index: list[int]) -> 
     """`best` after row i became row `index[i]`; None where a text has lost the row that goes on from it."""
 
     def texts() -> list[Hypothesis] | None:
-        found = best()
-        if found is None or not all(text.row in index for text in found):
+        hypotheses = best()
+        if hypotheses is None or not all(text.row in index for text in hypotheses):
             return None
-        return [replace(text, row=index.index(text.row)) for text in found]
+        return [replace(text, row=index.index(text.row)) for text in hypotheses]
 
     return texts
 

@@ -48,11 +48,11 @@ class ModelSession:
         prefix: CachedPrefix,
         options: SessionOptions,
     ):
-        before = prefix.columns
-        given = options.chunk_tokens, options.check, options.compiled
-        self.executor = ForwardExecutor(runner, cache, columns, inputs, before, *given)
+        cached_columns = prefix.columns
+        settings = options.chunk_tokens, options.check, options.compiled
+        self.executor = ForwardExecutor(runner, cache, columns, inputs, cached_columns, *settings)
         self._prefix, self._options, self._ranks = prefix, options, options.ranks
-        self._ids, self._pauses = FedIds(columns, prefix), Pauses(options.pauses, before)
+        self._ids, self._pauses = FedIds(columns, prefix), Pauses(options.pauses, cached_columns)
         self._log_before, self._total_before = cache.log, cache.total_tokens
         self._expected = cache.log, cache.total_tokens  # of the cache, until the first token is fed
         self._step_open = self._prefilled = False
@@ -149,19 +149,19 @@ class ModelSession:
         if not self._step_open:  # else it was not prepared
             self.cache.abort()
 
-    def read_piece(self, tokens: torch.Tensor, most: int) -> torch.Tensor | None:
-        """Feed at most `most` of `tokens` [rows, n] and commit. Returns those left; more if the cache was emptied.
+    def read_piece(self, tokens: torch.Tensor, max_tokens: int) -> torch.Tensor | None:
+        """Feed at most `max_tokens` of `tokens` [rows, n] and commit. Returns the rest; more if the cache was emptied.
 
-        None, with nothing done, where no more than `most` would have to be fed: they are for `forward`.
+        None, with nothing done, where no more than `max_tokens` would have to be fed: they are for `forward`.
         """
         begin = self._prefix.columns + (self._ids.count or self._prefix.columns_without_ids)
         waiting = begin + tokens.shape[1] - self.cache.total_tokens
-        if waiting <= most or not self.executor.reads_in_pieces:
+        if waiting <= max_tokens or not self.executor.reads_in_pieces:
             return None
-        pieces, last = -(-waiting // most), self._write(tokens)
-        end = last - waiting + -(-waiting // pieces)  # all of about the same size
+        pieces, last_column = -(-waiting // max_tokens), self._write(tokens)
+        end = last_column - waiting + -(-waiting // pieces)  # all of about the same size
         self._read(min(end, self._pauses.next_after(self._ids.count)))
-        return self._ids.ids[:, self._ids.count : last].clone()
+        return self._ids.ids[:, self._ids.count : last_column].clone()
 
     def _read(self, end: int) -> None:
         """Feed the tokens before column `end`, which `_write` has noted, and commit them."""
@@ -233,12 +233,12 @@ class ModelSession:
         """After a failure: go back to the tokens that the caches of all ranks hold."""
         if self._ranks.size > 1 and isinstance(self.cache, SplitCache):  # its parts may be ahead on one rank
             self.cache.bring_together()
-        while self._ranks.most(own := self.cache.total_tokens) > (least := -self._ranks.most(-own)):
-            if least < self._prefix.columns:
+        while self._ranks.most(tokens := self.cache.total_tokens) > (common := -self._ranks.most(-tokens)):
+            if common < self._prefix.columns:
                 raise EngineError(f"a rank has lost the {self._prefix.columns} tokens of the cache that was given")
-            if own > least:
+            if tokens > common:
                 try:
-                    self.cache.crop(least - own)
+                    self.cache.crop(common - tokens)
                 except CacheError:
                     self.cache.reset()
 
@@ -344,22 +344,22 @@ class ModelSession:
 
     def _read_again(self, fed: int) -> None:
         """Bring a cache that can only roll back whole steps to the first `fed` columns."""
-        prefill, before = not self._prefilled, self._prefix.columns
+        prefill, cached_columns = not self._prefilled, self._prefix.columns
         self.cache.abort()
         self._step_open = False
         self._count_again()
-        if self.cache.total_tokens > before + fed:  # several steps fed them
+        if self.cache.total_tokens > cached_columns + fed:  # several steps fed them
             with suppress(CacheError):
-                self.cache.crop(before + fed)
-        if self.cache.total_tokens > before + fed:
-            if before > 0:
+                self.cache.crop(cached_columns + fed)
+        if self.cache.total_tokens > cached_columns + fed:
+            if cached_columns > 0:
                 raise EngineError(
-                    f"the {self.cache.name} cache cannot go back to {before + fed} tokens, and the first {before} of "
-                    "them were not given to be read again: give the whole conversation"
+                    f"the {self.cache.name} cache cannot go back to {cached_columns + fed} tokens, and the first "
+                    f"{cached_columns} of them were not given to be read again: give the whole conversation"
                 )
             self.cache.reset()
             prefill = True
-        if before + fed > self.cache.total_tokens or self.cache.handle is None:
+        if cached_columns + fed > self.cache.total_tokens or self.cache.handle is None:
             self._feed(fed, prefill, CollectedOutputs())
             self.cache.commit()
 
@@ -440,8 +440,8 @@ class ModelSession:
             with recovering(CacheError) as outcome:
                 self.executor.cache = split.joined()
                 self.cache.log = split.log
-            if (why := outcome.failure) is not None:
-                _logger.warning("the result has no cache, because its parts could not be put together: %s", why)
+            if (reason := outcome.failure) is not None:
+                _logger.warning("the result has no cache, because its parts could not be put together: %s", reason)
                 split.give_up()
         if self._keeps_past is not None:
             self._keeps_past.keep_past(False)
@@ -450,9 +450,9 @@ class ModelSession:
         if self._selecting_rows or len(self._ids.ids) != len(log.ids):  # interrupted before the texts selected rows too
             self.discard_cache()
             return
-        without_ids, before = self._prefix.columns_without_ids, self._prefix.columns
-        known = without_ids + log.ids.shape[1]
-        agreed = min(self._ids.agreed(log), known - 1)
+        without_ids, cached_columns = self._prefix.columns_without_ids, self._prefix.columns
+        columns = without_ids + log.ids.shape[1]
+        agreed = min(self._ids.agreed(log), columns - 1)
         fed_too_far = max(0, self._ids.count - agreed)
         if not self._step_open:
             self._roll_back(fed_too_far)
@@ -470,10 +470,10 @@ class ModelSession:
             self.cache.log = None
             return
         log = self._signed(log)
-        if before == 0:
+        if cached_columns == 0:
             self.cache.log = log
         elif self._log_before is not None:
-            self.cache.log = self._log_before.first(before).then(log)
+            self.cache.log = self._log_before.first(cached_columns).then(log)
 
     def _signed(self, log: TokenLog) -> TokenLog:
         """A copy of the log of this run's tokens that says who has read them, and how."""

@@ -24,10 +24,10 @@ FindPauses: TypeAlias = Callable[[EngineCache], Sequence[Pause]]
 
 
 class Pauses:
-    """pauses: of a run, in the order of their columns. before: columns of the cache before the run's own."""
+    """pauses: of a run, in the order of their columns. cached_columns: of the cache, before the run's own."""
 
-    def __init__(self, pauses: Iterable[Pause], before: int):
-        self._left, self._before = deque(pauses), before
+    def __init__(self, pauses: Iterable[Pause], cached_columns: int):
+        self._left, self._before = deque(pauses), cached_columns
 
     def __bool__(self) -> bool:
         return bool(self._left)

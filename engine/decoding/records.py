@@ -44,12 +44,12 @@ class Records:
         """tokens: the last ones, after which the flow gets logits."""
         self._logits_of_step = tokens
         for name, values in self._values.items():
-            found = next((outputs[field] for field in _FIELDS[name][1] if field in outputs), None)
+            value = next((outputs[field] for field in _FIELDS[name][1] if field in outputs), None)
             if name == "logits":
                 logits = outputs.get("unguided_logits", outputs.logits)[:, -tokens:]
                 values += logits.to(self._device, torch.float32, copy=True).unbind(dim=1)
-            elif found is not None:
-                values.append(found)
+            elif value is not None:
+                values.append(value)
 
     def add_scores(self, scores: Sequence[torch.Tensor]) -> None:
         if "scores" in self._values:
@@ -64,13 +64,13 @@ class Records:
         """Those of the new token of each row; None where none are wanted. column: of the tokens, 0 is the first new."""
         if self._top_logprobs is None:
             return None
-        found = self._values["logits"][column].log_softmax(dim=-1)
+        logprobs = self._values["logits"][column].log_softmax(dim=-1)
         if not self._keeps_logits:
             self._values["logits"][column] = None
-        own = found.gather(1, torch.tensor(tokens, device=found.device)[:, None])[:, 0].tolist()
-        best, ids = found.topk(min(self._top_logprobs, found.shape[1]))
+        chosen = logprobs.gather(1, torch.tensor(tokens, device=logprobs.device)[:, None])[:, 0].tolist()
+        best, ids = logprobs.topk(min(self._top_logprobs, logprobs.shape[1]))
         top = [tuple(zip(*row, strict=True)) for row in zip(ids.tolist(), best.tolist(), strict=True)]
-        return [TokenLogprob(*row) for row in zip(tokens, own, top, strict=True)]
+        return [TokenLogprob(*row) for row in zip(tokens, chosen, top, strict=True)]
 
     def lengths(self) -> dict[str, int]:
         return {name: len(values) for name, values in self._values.items()}
@@ -91,22 +91,22 @@ class Records:
 
     def row_selection(self, index: torch.Tensor, rows: int) -> Callable[[], None]:
         """A function that makes row i row `index[i]` (on the CPU), and cannot fail. rows: how many there are."""
-        selected, last = index.to(self._device), {}
+        selected, last_values = index.to(self._device), {}
         if len(index) > rows:
             for name, values in self._values.items():
                 if values and name != "scores":
-                    last[name] = tree_map(lambda part: part[selected], values[-1])
+                    last_values[name] = tree_map(lambda record: record[selected], values[-1])
 
         def select() -> None:
-            for name, value in last.items():
+            for name, value in last_values.items():
                 self._values[name][-1] = value
 
         return select
 
     def fields(self) -> dict[str, Any]:
         """The fields of a `Generation`."""
-        kept = {name: values for name, values in self._values.items() if name != "logits" or self._keeps_logits}
-        return {name: tuple(values) for name, values in kept.items()}
+        fields = {name: values for name, values in self._values.items() if name != "logits" or self._keeps_logits}
+        return {name: tuple(values) for name, values in fields.items()}
 
 
 _Checkpoint: TypeAlias = tuple[dict[str, int], torch.Tensor | None]
@@ -138,9 +138,9 @@ class Checkpoints:
         """Return to the state after the column read last."""
         written = self._unread[-1][1] if self._unread else None
         self._unread.clear()
-        lengths, before = self._read
+        lengths, state = self._read
         self._records.truncate(lengths)
         # Not where other code has drawn since: it would get the same numbers again.
         now = random_state(self._device, self._generator)
-        if before is not None and written is not None and torch.equal(now, written):
-            set_random_state(before, self._device, self._generator)
+        if state is not None and written is not None and torch.equal(now, written):
+            set_random_state(state, self._device, self._generator)

@@ -36,9 +36,9 @@ class RunClock:
 
     def rates(self, prompt_tokens: int, decoded_tokens: int) -> dict[str, float | None]:
         """Fields of `Stats`. decoded_tokens: new ones, without the first of each row, which comes from the prefill."""
-        first = self._first_token_s
-        prefill_s = None if first is None else first - self._started
-        decode_s = None if first is None else self._started + self.total_s - first
+        first_token_s = self._first_token_s
+        prefill_s = None if first_token_s is None else first_token_s - self._started
+        decode_s = None if first_token_s is None else self._started + self.total_s - first_token_s
         return {
             "ttft_s": prefill_s,
             "prefill_tokens_per_s": None if not prefill_s else prompt_tokens / prefill_s,

@@ -28,8 +28,8 @@ class Stopping:
         self._time = StoppingCriteriaList()
         self._max_time_s = None if replaces(request.criteria, MaxTimeCriteria) else request.config.max_time
         self._ranks = ranks
-        given = type(request.criteria)(of_all_ranks(one, ranks) for one in request.criteria)
-        self._criteria = (("criteria", given), ("time", self._time))
+        criteria = type(request.criteria)(of_all_ranks(criterion, ranks) for criterion in request.criteria)
+        self._criteria = (("criteria", criteria), ("time", self._time))
 
     def begin(self) -> None:
         """The first operation comes now: time is counted from here on."""
@@ -47,10 +47,10 @@ class Stopping:
 
     def ends(self, tokens: Sequence[int], ids: Callable[[], torch.Tensor]) -> list[bool]:
         """Which tokens, the last of ids [rows, columns], are end tokens, and no text that a form goes on with."""
-        found = [token in self._eos_ids for token in tokens]
-        if self._belongs is None or not any(found):
-            return found
-        return [is_end and not is_text for is_end, is_text in zip(found, self._belongs(ids()).tolist(), strict=True)]
+        are_ends = [token in self._eos_ids for token in tokens]
+        if self._belongs is None or not any(are_ends):
+            return are_ends
+        return [is_end and not is_text for is_end, is_text in zip(are_ends, self._belongs(ids()).tolist(), strict=True)]
 
     def is_end(self, ids: torch.Tensor, prompt: int) -> bool:
         """Whether the last of ids [columns], a text that goes on from this prompt, is an end token: see `ends`."""
@@ -79,9 +79,9 @@ class Stopping:
 
     def why(self, ids: torch.Tensor, is_end: bool, text: RowText | None) -> str:
         """The reason that a text ended with `ids` [columns], where the strategy found its end. is_end: see `is_end`."""
-        said = _own_reason(is_end, text)
-        if said is not None or len(ids) >= self._last_column:
-            return said or "length"
+        reason = _own_reason(is_end, text)
+        if reason is not None or len(ids) >= self._last_column:
+            return reason or "length"
         # Criteria of the caller may keep a state of all rows: they are not asked about one.
         return "time" if self._time and bool(self._time(ids[None], None).all()) else "criteria"
 

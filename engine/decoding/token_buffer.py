@@ -109,8 +109,8 @@ class Tokens:
 
     def new(self) -> list[list[int]]:
         """The tokens of every row after the prompt, without the padding after its end."""
-        new, mask = (part[:, self.prompt : self.written].tolist() for part in (self._ids, self._mask))
-        return [[token for token, real in zip(*row, strict=True) if real] for row in zip(new, mask, strict=True)]
+        tokens, mask = (buffer[:, self.prompt : self.written].tolist() for buffer in (self._ids, self._mask))
+        return [[token for token, real in zip(*row, strict=True) if real] for row in zip(tokens, mask, strict=True)]
 
     def log(self) -> TokenLog:
         return TokenLog(self.ids, self._mask[:, : self.written])

@@ -31,8 +31,8 @@ class CacheArgument:
 
 def cache_argument(model: PreTrainedModel) -> CacheArgument:
     """The cache parameter of `model`."""
-    taken = forward_parameters(model)
+    parameters = forward_parameters(model)
     # Models that keep only states call it cache_params.
-    name = "cache_params" if "cache_params" in taken else "past_key_values"
+    name = "cache_params" if "cache_params" in parameters else "past_key_values"
     has_own = quirks_of(model.config).has_own_cache
-    return CacheArgument(name, name in taken and (has_own or supports_default_dynamic_cache(model)), has_own)
+    return CacheArgument(name, name in parameters and (has_own or supports_default_dynamic_cache(model)), has_own)

@@ -57,8 +57,8 @@ class Columns:
             self._widen(room_for(columns, self.total, self.room))
 
     def _widen(self, room: int) -> None:
-        first, like = self.room - self.prompt, self._positions
-        steps = torch.arange(first, room - self.prompt, device=like.device, dtype=like.dtype)
+        offset, like = self.room - self.prompt, self._positions
+        steps = torch.arange(offset, room - self.prompt, device=like.device, dtype=like.dtype)
         positions = torch.cat([like, self._following + steps], dim=-1)
         self._mask = None if self._mask is None else widened(self._mask, room, 1)
         self._positions, self._step_masks, self.room = positions, {}, room
@@ -101,15 +101,15 @@ class Columns:
             sinks = copied // (end - begin)
             behind = tokens - window >= self.left_padding.to(self.device)[:, None, None, None]  # [rows, 1, tokens, 1]
             visible = visible & (~behind | (columns > tokens - window + sinks))
-            own = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
+            own_copies = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
         if self._mask is not None:
             real = torch.zeros(len(self._mask), length, dtype=torch.bool, device=self.device)
-            known = self._mask[:, max(offset, 0) : offset + length] != 0
-            real[:, max(-offset, 0) : max(-offset, 0) + known.shape[1]] = known
+            unmasked = self._mask[:, max(offset, 0) : offset + length] != 0
+            real[:, max(-offset, 0) : max(-offset, 0) + unmasked.shape[1]] = unmasked
             # Padding attends to itself: softmax over no column would be NaN.
             visible = (visible & real[:, None, None]) | (columns == tokens)
         if copied:
-            visible = torch.cat([behind & own, visible], dim=-1)
+            visible = torch.cat([behind & own_copies, visible], dim=-1)
         return visible if dtype == torch.bool else additive(visible, dtype)
 
     def positions(self, begin: int, end: int) -> torch.Tensor:
@@ -124,14 +124,14 @@ class Columns:
 
     def of_rows(self, index: torch.Tensor) -> Columns:
         """A copy with row `index[i]` as row i."""
-        other = copy.copy(self)
-        other.left_padding = self.left_padding[index.to(self.left_padding.device)]
-        other._mask = None if self._mask is None else self._mask[index]
-        other._step_masks = {}
+        selected = copy.copy(self)
+        selected.left_padding = self.left_padding[index.to(self.left_padding.device)]
+        selected._mask = None if self._mask is None else self._mask[index]
+        selected._step_masks = {}
         rows_axis = self._positions.ndim - 2  # [rows, columns], or [kinds, rows, columns] for multimodal positions
-        other._positions = self._positions.index_select(rows_axis, index)
-        other._following = self._following.index_select(rows_axis, index)
-        return other
+        selected._positions = self._positions.index_select(rows_axis, index)
+        selected._following = self._following.index_select(rows_axis, index)
+        return selected
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -145,15 +145,15 @@ class ModelFacts:
 
     def renew(self, now: ModelVersion) -> None:
         """Forget what may not be so any more of the model as it is now."""
-        answers, before = self._answers, self._answers.version
-        if before is None or self._ranks.size > 1:  # nothing was tried; other ranks would try nothing
+        answers, tried_version = self._answers, self._answers.version
+        if tried_version is None or self._ranks.size > 1:  # nothing was tried; other ranks would try nothing
             return
-        if (answers.later or answers.alone) and (before != now or answers.code != trials.own_code(self._model)):
+        if (answers.later or answers.alone) and (tried_version != now or answers.code != trials.own_code(self._model)):
             answers.later.clear()
             for name in answers.alone:
                 answers.whys.pop(name, None)
             answers.alone.clear()
-        if (before.classes, before.layers) != (now.classes, now.layers):
+        if (tried_version.classes, tried_version.layers) != (now.classes, now.layers):
             answers.whys.clear()
         answers.version = now if answers.whys or answers.later else None
 
@@ -161,10 +161,10 @@ class ModelFacts:
 
     def is_as_left(self, cache: EngineCache, total_tokens: int) -> bool:
         """Whether the model can go on from the first `total_tokens` of a text, which `cache` holds."""
-        last = self._answers
-        if "in cache" in last.whys and last.whys["in cache"] is None:
+        answers = self._answers
+        if "in cache" in answers.whys and answers.whys["in cache"] is None:
             return True
-        is_last = last.cache is not None and last.cache() is cache and last.total_tokens == total_tokens
+        is_last = answers.cache is not None and answers.cache() is cache and answers.total_tokens == total_tokens
         return is_last or self.why_not_in_cache is None
 
     def note(self, cache: EngineCache | None, total_tokens: int = 0) -> None:
@@ -184,7 +184,7 @@ class ModelFacts:
         if name in answers.whys:
             return answers.whys[name]
         with turn_of(self._model):
-            why, calls = answers.later.get(name, ("", 0))
+            reason, calls = answers.later.get(name, ("", 0))
             if calls == 0:
                 answers.version, answers.code = model_version(self._model), trials.own_code(self._model)
                 file = self._file()
@@ -192,18 +192,18 @@ class ModelFacts:
                 if name in stored:
                     answers.whys[name] = stored[name]
                     return stored[name]
-                why, is_final = self._try(name, trial)
+                reason, is_final = self._try(name, trial)
                 if is_final:
-                    answers.whys[name] = why or None
+                    answers.whys[name] = reason or None
                     if file is None:
                         answers.alone.add(name)
                     else:
                         with suppress(OSError):  # then the answer is for this model alone
-                            write_atomically(file, json.dumps(stored | {name: why or None}, indent=1).encode())
-                    return why or None
+                            write_atomically(file, json.dumps(stored | {name: reason or None}, indent=1).encode())
+                    return reason or None
                 calls = _CALLS_UNTIL_NEXT_TRIAL
-            answers.later[name] = why, calls - 1
-        return why or None
+            answers.later[name] = reason, calls - 1
+        return reason or None
 
     def _try(self, name: str, trial: Callable[[trials.Text], Answer]) -> tuple[str, bool]:
         """The reason, empty where it is so, and whether a trial has shown it; without memory it is made once more."""
@@ -221,7 +221,7 @@ class ModelFacts:
         return (answer if isinstance(answer, str) else "" if answer else not_so), True
 
     def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:
-        device, others = prompt_device(self._model).type, _other_windows(self._model.config)
+        device, windows = prompt_device(self._model).type, _other_windows(self._model.config)
         try:
             with (
                 recovering(Exception) as outcome,
@@ -230,7 +230,7 @@ class ModelFacts:
                 trials.small_windows(self._model),
                 self._ranks.together(),
             ):
-                return trial(trials.Text(self._runner, max(others, default=0))), None
+                return trial(trials.Text(self._runner, max(windows, default=0))), None
         finally:
             self.note(None)
         self._ranks.meet()
@@ -248,7 +248,7 @@ class ModelFacts:
 
 def _several(text: trials.Text) -> bool | None:
     """Steps of some models round in another way than both of the others (zamba2)."""
-    answers = [text.scale.is_same(text.in_pieces, other) for other in (text.one_by_one, text.at_once)]
+    answers = [text.scale.is_same(text.in_pieces, expected) for expected in (text.one_by_one, text.at_once)]
     return True if True in answers else None if None in answers else False
 
 
@@ -299,7 +299,9 @@ def stored_whys(model: PreTrainedModel, config: PreTrainedConfig, device: torch.
     with suppress(OSError):
         attention = attn_implementation(model.config)
         return [
-            why for why in _read(_file_of(type(model), config, attention, model.dtype, device.type)).values() if why
+            reason
+            for reason in _read(_file_of(type(model), config, attention, model.dtype, device.type)).values()
+            if reason
         ]
     return []
 
@@ -316,9 +318,9 @@ def _fields(config: Any) -> Any:
     """Those that say how a model computes, not where it came from."""
     if not isinstance(config, dict):
         return config
-    others = ("dtype", "architectures", "transformers_version")
+    ignored = ("dtype", "architectures", "transformers_version")
     return {
-        name: _fields(value) for name, value in config.items() if not str(name).startswith("_") and name not in others
+        name: _fields(value) for name, value in config.items() if not str(name).startswith("_") and name not in ignored
     }
 
 
@@ -329,4 +331,4 @@ def _read(file: Path) -> dict[str, str | None]:
     except (OSError, ValueError):
         return {}
     items = stored.items() if isinstance(stored, dict) else ()
-    return {name: why for name, why in items if name in _WHYS and isinstance(why, str | None)}
+    return {name: reason for name, reason in items if name in _WHYS and isinstance(reason, str | None)}

@@ -44,8 +44,8 @@ class ForwardArguments:
         self._model = model
         self._is_encoder_decoder = model.config.is_encoder_decoder  # attributes of configurations take microseconds
         self._takes = forward_parameters(model)
-        own = type(model).prepare_inputs_for_generation
-        self.prepares_itself = own is not GenerationMixin.prepare_inputs_for_generation
+        prepare = type(model).prepare_inputs_for_generation
+        self.prepares_itself = prepare is not GenerationMixin.prepare_inputs_for_generation
         self.of_cache = cache_argument(model)
 
     @cached_property
@@ -62,9 +62,11 @@ class ForwardArguments:
         arguments = self._before_embeddings(step, inputs)
         if "logits_to_keep" in arguments:  # some models that prepare their inputs set a number of their own
             arguments["logits_to_keep"] = logits
-        first = step.begin - step.before
-        if inputs.embeds is not None and first < inputs.embeds.shape[1]:
-            arguments["inputs_embeds"] = self._embedded(inputs.embeds, step.ids, max(first, 0), step.end - step.before)
+        first_column = step.begin - step.before
+        if inputs.embeds is not None and first_column < inputs.embeds.shape[1]:
+            arguments["inputs_embeds"] = self._embedded(
+                inputs.embeds, step.ids, max(first_column, 0), step.end - step.before
+            )
             arguments.pop("input_ids", None)
         if step.end - step.begin > 1 and (view := attention_view(step.cache)).imposes_windows:
             mask = masks_of_step(self._model, view, self.mask_kinds, step.columns, step.begin, step.end)
@@ -73,10 +75,10 @@ class ForwardArguments:
 
     def of_compiled(self, arguments: dict[str, Any], step: Step) -> dict[str, Any]:
         """`arguments` of a step of one token per row, with those of fixed shape."""
-        part = "decoder_" if self._is_encoder_decoder else ""
+        prefix = "decoder_" if self._is_encoder_decoder else ""
         assert not isinstance(step.cache, Probe)
-        fixed = self.fixed(arguments[f"{part}input_ids"], step.columns, step.cache, step.end)
-        arguments |= {f"{part}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
+        fixed = self.fixed(arguments[f"{prefix}input_ids"], step.columns, step.cache, step.end)
+        arguments |= {f"{prefix}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
         return arguments | {name: fixed[name] for name in ("position_ids",) if name in arguments}
 
     def fixed(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
@@ -99,7 +101,7 @@ class ForwardArguments:
         """Those of a step, before embeddings take the place of ids."""
         columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
         is_encoder_decoder = self._is_encoder_decoder
-        made: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
             **self.of_cache.inputs(cache.handle),
             "logits_to_keep": 1,
@@ -108,26 +110,28 @@ class ForwardArguments:
             # As long as the text, also where only the cache has its first tokens: some models read the length.
             ids = torch.nn.functional.pad(step.ids[:, : end - step.before], (step.before, 0))
             if not is_encoder_decoder and self._gives_positions(columns):  # decoders compute their own
-                made["position_ids"] = contiguous(columns.positions(0, end))
+                arguments["position_ids"] = contiguous(columns.positions(0, end))
             model_kwargs = inputs.until(end)
             if ENCODED in model_kwargs:  # models write into the containers, and without a cache every step needs them
-                model_kwargs[ENCODED] = {kind: type(output)(**output) for kind, output in model_kwargs[ENCODED].items()}
+                model_kwargs[ENCODED] = {
+                    modality: type(output)(**output) for modality, output in model_kwargs[ENCODED].items()
+                }
             return self._model.prepare_inputs_for_generation(
                 ids,
                 next_sequence_length=end - begin,
                 is_first_iteration=step.prefill,
                 # It decides whether media are needed again, also where the model does not ask for it.
-                **(self.taken(made) | {"use_cache": made["use_cache"]} | model_kwargs),
+                **(self.taken(arguments) | {"use_cache": arguments["use_cache"]} | model_kwargs),
             )
         if end - begin == 1:
             mask = one_token_mask(self._model, cache.handle, self.mask_kinds, columns, end)
-            made["attention_mask"] = made["attention_mask"] if mask is None else mask
-        made["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
+            arguments["attention_mask"] = arguments["attention_mask"] if mask is None else mask
+        arguments["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
         if self._gives_positions(columns):
-            made["position_ids"] = columns.positions(begin, end)
+            arguments["position_ids"] = columns.positions(begin, end)
         if "cache_position" in self._takes:  # code from outside transformers; its own models have dropped it
-            made["cache_position"] = torch.arange(begin, end, device=step.ids.device)
-        return self.taken(made)
+            arguments["cache_position"] = torch.arange(begin, end, device=step.ids.device)
+        return self.taken(arguments)
 
     def _gives_positions(self, columns: Columns) -> bool:
         """Models without a cache count the tokens themselves: reformer fails where it has to pad given positions."""
@@ -142,8 +146,8 @@ class ForwardArguments:
 
     def _embedded(self, embeds: torch.Tensor, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Embeddings [rows, end - begin, hidden_size]: those given, then those of the ids that come after them."""
-        given = embeds.shape[1]
-        parts = [embeds[:, begin:end]]
-        if end > given:
-            parts.append(self._model.get_input_embeddings()(ids[:, given:end]).to(embeds.dtype))
-        return torch.cat(parts, dim=1)
+        embedded_columns = embeds.shape[1]
+        embeddings = [embeds[:, begin:end]]
+        if end > embedded_columns:
+            embeddings.append(self._model.get_input_embeddings()(ids[:, embedded_columns:end]).to(embeds.dtype))
+        return torch.cat(embeddings, dim=1)

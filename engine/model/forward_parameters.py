@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 def forward_parameters(model: PreTrainedModel | nn.Module) -> frozenset[str]:
     """The names; where a forward takes `**kwargs`, also those of the forward that it replaces."""
-    replaced: list[Any] = [vars(kind).get("forward") for kind in type(model).__mro__ if kind is not nn.Module]
+    replaced: list[Any] = [
+        vars(model_class).get("forward") for model_class in type(model).__mro__ if model_class is not nn.Module
+    ]
     names: set[str] = set()
     for forward in [vars(model).get("forward"), *replaced]:
         if forward is not None:
             parameters = inspect.signature(forward).parameters
             names |= parameters.keys()
-            if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
                 break
     return frozenset(names)

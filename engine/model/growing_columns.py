@@ -9,14 +9,14 @@ from caches.platform.torch_api import always_writable
 _LEAST = 256  # spare columns behind the prompt at first
 
 
-def room_for(columns: int, most: int, allocated: int = 0) -> int:
-    """The columns to allocate so that `columns` fit: 1.5 times the `allocated` ones, and at most `most`.
+def room_for(columns: int, max_columns: int, allocated: int = 0) -> int:
+    """The columns to allocate so that `columns` fit: 1.5 times the `allocated` ones, and at most `max_columns`.
 
     allocated: 0 for a new tensor with a prompt of `columns`.
     """
     if allocated == 0:
-        return min(most, columns + _LEAST)
-    return allocated if columns <= allocated else min(most, max(columns, allocated + allocated // 2))
+        return min(max_columns, columns + _LEAST)
+    return allocated if columns <= allocated else min(max_columns, max(columns, allocated + allocated // 2))
 
 
 def widened(tensor: torch.Tensor, columns: int, fill: int | torch.Tensor = 0) -> torch.Tensor:

@@ -25,7 +25,9 @@ _MASK_OF_SPAN = {
 }
 
 
-def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds, columns: Columns, end: int) -> Any:
+def one_token_mask(
+    model: Any, cache: TransformersCache | None, mask_kinds: MaskKinds, columns: Columns, end: int
+) -> Any:
     """The mask of an eager step of one token per row, or a dict of them per layer type; views of `columns`.
 
     This avoids transformers' expansion of the 2D mask in every step, which waits for the device. None if transformers
@@ -54,7 +56,7 @@ def one_token_mask(model: Any, cache: TransformersCache | None, kinds: MaskKinds
             slots = torch.tensor(cache.slots_of_rows(layer), device="cpu")
             visible = (torch.arange(length, device="cpu") >= length - slots[:, None, None, None]).to(columns.device)
             masks[spec.layer_type] = visible if dtype == torch.bool else additive(visible, dtype)
-    return with_parts(masks) if isinstance(kinds, dict) else next(iter(masks.values()))
+    return with_parts(masks) if isinstance(mask_kinds, dict) else next(iter(masks.values()))
 
 
 def takes_step_masks(model: Any, view: AttentionView) -> bool:
@@ -75,7 +77,9 @@ def check_takes_masks(model: Any, cache: EngineCache) -> None:
         )
 
 
-def masks_of_step(model: Any, view: AttentionView, kinds: MaskKinds, columns: Columns, begin: int, end: int) -> Any:
+def masks_of_step(
+    model: Any, view: AttentionView, mask_kinds: MaskKinds, columns: Columns, begin: int, end: int
+) -> Any:
     """The mask of a step from `begin` to `end`, or a dict of them per layer type: on caches that impose windows, and in
     compiled steps of models whose masks can be made here (`takes_step_masks`)."""
     dtype = _mask_dtype(model)
@@ -90,7 +94,7 @@ def masks_of_step(model: Any, view: AttentionView, kinds: MaskKinds, columns: Co
         length, offset = view.get_mask_sizes(end - begin, layer)
         copied = view.extra_slots(layer, end - begin)
         masks[spec.layer_type] = columns.window_mask(begin, end, offset, length, window, dtype, copied)
-    if isinstance(kinds, str):
+    if isinstance(mask_kinds, str):
         return next(iter(masks.values()))
     masks |= {spec.layer_type: states for spec in view.specs if spec.keeps_state and not spec.keeps_kv}
     return with_parts(masks, states)
@@ -109,13 +113,13 @@ def with_parts(masks: dict[str, Any], states: torch.Tensor | None = None) -> dic
 
     states: the mask for the states, [rows, tokens].
     """
-    parts = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
-    attentions = {part: masks[hybrid] for hybrid, part in parts.items() if hybrid in masks}
+    attention_types = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+    attentions = {name: masks[hybrid] for hybrid, name in attention_types.items() if hybrid in masks}
     return masks | attentions | {"linear_attention": states, "conv": states} if attentions else masks
 
 
 def graph_mask(
-    model: Any, cache: TransformersCache, kinds: MaskKinds, mask: torch.Tensor | None, positions: torch.Tensor
+    model: Any, cache: TransformersCache, mask_kinds: MaskKinds, mask: torch.Tensor | None, positions: torch.Tensor
 ) -> Any:
     """The masks of a compiled step: 4D, of fixed shape, one or a dict per layer type.
 
@@ -133,15 +137,15 @@ def graph_mask(
         return model.create_masks_for_generate(config=model.config, **arguments)
     # transformers' own create_masks_for_generate fails on chunked attention in 5.17.
     config = model.config.get_text_config(decoder=True)
-    if isinstance(kinds, str):
-        return _MASK_OF_SPAN[kinds](config, **arguments)
-    return with_parts({name: _MASK_OF_SPAN[kind](config, **arguments) for name, kind in kinds.items()})
+    if isinstance(mask_kinds, str):
+        return _MASK_OF_SPAN[mask_kinds](config, **arguments)
+    return with_parts({name: _MASK_OF_SPAN[mask_kind](config, **arguments) for name, mask_kind in mask_kinds.items()})
 
 
 def of_all_rows(mask: Any, rows: int) -> Any:
     """The mask, or a dict of masks, expanded to `rows` rows and contiguous: the same shape with and without padding."""
     if isinstance(mask, dict):
-        return {kind: of_all_rows(one, rows) for kind, one in mask.items()}
+        return {layer_type: of_all_rows(layer_mask, rows) for layer_type, layer_mask in mask.items()}
     return None if mask is None else contiguous(mask.expand(rows, *mask.shape[1:]))
 
 

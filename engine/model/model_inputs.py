@@ -30,19 +30,19 @@ class ModelInputs:
 
         The values of a new token come from the model, which appends one.
         """
-        given = self.model_kwargs
-        grown = update_model_kwargs(model, _NoOutputs(), dict(given))
-        extended, axes = dict(given), {}
-        for name, value in given.items():
+        model_kwargs = self.model_kwargs
+        grown = update_model_kwargs(model, _NoOutputs(), dict(model_kwargs))
+        extended, axes = dict(model_kwargs), {}
+        for name, value in model_kwargs.items():
             longer = grown.get(name)
             if not (isinstance(value, torch.Tensor) and isinstance(longer, torch.Tensor)):
                 continue
             axis = next((axis for axis in range(value.ndim) if longer.shape[axis] != value.shape[axis]), None)
             if axis is None:
                 continue
-            new = longer.narrow(axis, longer.shape[axis] - 1, 1)
+            entry = longer.narrow(axis, longer.shape[axis] - 1, 1)
             missing = max(0, columns - value.shape[axis])
-            extended[name] = torch.cat([value, new.repeat_interleave(missing, dim=axis)], dim=axis)
+            extended[name] = torch.cat([value, entry.repeat_interleave(missing, dim=axis)], dim=axis)
             axes[name] = axis
         return replace(self, model_kwargs=extended, axes=axes)
 

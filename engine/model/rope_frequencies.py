@@ -32,11 +32,11 @@ def plain_tokens(model: nn.Module) -> int | None:
 
 def _plain_tokens(rope: nn.Module) -> Iterator[int]:
     """Those of a rotary module: one for each type of layers whose frequencies it changes. 0 where it does not say."""
-    kinds, config = getattr(rope, "rope_type", None), getattr(rope, "config", None)
-    for layer_type, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-        if "dynamic" in str(kind):
+    rope_types, config = getattr(rope, "rope_type", None), getattr(rope, "config", None)
+    for layer_type, rope_type in rope_types.items() if isinstance(rope_types, dict) else [(None, rope_types)]:
+        if "dynamic" in str(rope_type):
             yield getattr(config, "max_position_embeddings", 0)
-        elif kind == "longrope":
+        elif rope_type == "longrope":
             parameters = getattr(config, "rope_parameters", None) or {}
             yield parameters.get(layer_type, parameters).get("original_max_position_embeddings", 0)
 
@@ -68,12 +68,12 @@ class Frequencies:
         """
         if not self._ropes:
             return
-        found = _last.get(self._model)
-        last = None if found is None else found()
-        if last is self:
+        reference = _last.get(self._model)
+        last_run = None if reference is None else reference()
+        if last_run is self:
             return
-        if last is not None:
-            last._values = [_read(rope) for rope in self._ropes]
+        if last_run is not None:
+            last_run._values = [_read(rope) for rope in self._ropes]
         _last.pop(self._model, None)  # no run, while they are written
         for rope, values in zip(self._ropes, self._values or map(_original, self._ropes), strict=True):
             for name, value in values.items():
@@ -83,16 +83,16 @@ class Frequencies:
 
 def _read(rope: nn.Module) -> dict[str, Any]:
     """The values that change, by attribute. Models with several layer types have a set per type, with a prefix."""
-    kept = vars(rope) | dict(rope.named_buffers(recurse=False, remove_duplicate=False))
-    return {name: value for name, value in kept.items() if name.endswith(_NAMES) and "original" not in name}
+    attributes = vars(rope) | dict(rope.named_buffers(recurse=False, remove_duplicate=False))
+    return {name: value for name, value in attributes.items() if name.endswith(_NAMES) and "original" not in name}
 
 
 def _original(rope: nn.Module) -> dict[str, Any]:
     """The values of a new model."""
-    found = {}
+    values = {}
     for name, value in _read(rope).items():
         if name.endswith("inv_freq"):
-            found[name] = getattr(rope, f"{name.removesuffix('inv_freq')}original_inv_freq", value).to(value.device)
+            values[name] = getattr(rope, f"{name.removesuffix('inv_freq')}original_inv_freq", value).to(value.device)
         elif name.endswith("max_seq_len_cached"):
-            found[name] = getattr(rope, "original_max_seq_len", value)
-    return found
+            values[name] = getattr(rope, "original_max_seq_len", value)
+    return values

@@ -42,17 +42,17 @@ def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
     version, trial = model_version(model), _trials.get(model)
     rotated_by = version.buffers, version.settings  # frequencies, and what multiplies them
     if trial is None or trial.rotated_by != rotated_by:
-        last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _FAR
-        far = max(1, min(_FAR, last - _TOKENS))
+        max_positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or _FAR
+        far = max(1, min(_FAR, max_positions - _TOKENS))
         trial = _trials[model] = _Trial(rotated_by, far, _keys(runner, 0), _keys(runner, far))
     far = trial.far
     for layer, rotation in rotations.items():
-        first, later = trial.firsts[layer], trial.laters[layer]
-        assert first is not None
+        first_keys, later = trial.firsts[layer], trial.laters[layer]
+        assert first_keys is not None
         assert later is not None
-        difference = rotation.rotated(first, torch.tensor([[far]], device="cpu")) - later
+        difference = rotation.rotated(first_keys, torch.tensor([[far]], device="cpu")) - later
         error = float(difference.float().norm() / later.float().norm())
-        if not error < (0.01 if first.dtype in (torch.float32, torch.float64) else 0.2):
+        if not error < (0.01 if first_keys.dtype in (torch.float32, torch.float64) else 0.2):
             raise UnsupportedLayerError(
                 f"cache={cache.name!r} re-rotates the keys of the first tokens as the window moves, but the keys of "
                 f"layer {layer} ({view.specs[layer].layer_type}) of {type(model).__name__} are not rotated as its "

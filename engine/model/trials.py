@@ -65,14 +65,14 @@ class Scale:
 
     def is_same(self, logits: torch.Tensor, expected: torch.Tensor) -> bool | None:
         """Whether two logits are equal but for rounding; None where that is unknown."""
-        most = max(_CHANGE * self.history, 2 * self.rounding)
-        if not most * _LEAST_POWER <= self.history:  # NaN too
+        limit = max(_CHANGE * self.history, 2 * self.rounding)
+        if not limit * _LEAST_POWER <= self.history:  # NaN too
             return None
-        return distance(logits, expected) <= most
+        return distance(logits, expected) <= limit
 
 
-def distance(logits: torch.Tensor, others: torch.Tensor) -> float:
-    return float((logits.float() - others.float()).norm())
+def distance(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((logits.float() - expected.float()).norm())
 
 
 def rounding_of(logits: torch.Tensor) -> float:
@@ -112,18 +112,17 @@ class Text:
     @property
     def is_causal(self) -> bool | None:
         """Whether logits are the same with and without what comes later."""
-        first = self._read(self._ids[:, : self._cut], (self._cut,))[-1]
-        return self.scale.is_same(first, self._read_at_once[self._cut - 1])
+        cut_logits = self._read(self._ids[:, : self._cut], (self._cut,))[-1]
+        return self.scale.is_same(cut_logits, self._read_at_once[self._cut - 1])
 
     @cached_property
     def scale(self) -> Scale:
         """That of `at_once`; of a model with states also that of what their loss changes, where it is less."""
-        both, other = self._read(torch.cat([self._ids, self._other]), (self._tokens,)), self.at_once
-        if bool(other.isnan().any()):
+        text, other_text = self._read(torch.cat([self._ids, self._other]), (self._tokens,))
+        if bool(self.at_once.isnan().any()):
             raise BrokenModel
-        text, other = both[0], both[1]
         rounding = max(rounding_of(self.at_once), distance(text, self.at_once))
-        history = distance(text, other)
+        history = distance(text, other_text)
         cache = self._new_cache()
         self._read(self._ids, (self._cut,), cache)
         states = list(_states_of(cache))
@@ -226,10 +225,10 @@ class Text:
         return torch.zeros_like(self._ids[:, :1]).expand(-1, _PADDING)
 
 
-def _mask(ids: torch.Tensor, first: int) -> torch.Tensor:
-    """The mask of ids with padding from column `first` on."""
+def _mask(ids: torch.Tensor, begin: int) -> torch.Tensor:
+    """The mask of ids with padding from column `begin` on."""
     mask = torch.ones_like(ids)
-    mask[:, first : first + _PADDING] = 0
+    mask[:, begin : begin + _PADDING] = 0
     return mask
 
 
@@ -287,8 +286,8 @@ def small_windows(model: PreTrainedModel) -> Iterator[None]:
                 changed.append((module, name, value, copies[id(value)]))
             elif name in windows and value == windows[name]:
                 changed.append((module, name, value, _CUT))
-    for module, name, _, other in changed:
-        setattr(module, name, other)
+    for module, name, _, replacement in changed:
+        setattr(module, name, replacement)
     try:
         yield
     finally:
@@ -300,23 +299,28 @@ def own_code(model: nn.Module) -> set[int]:
     """What modules compute besides what their classes say: hooks, except those of transformers and accelerate, which
     record outputs and move tensors, and forwards that objects have of their own. As numbers that tell one from another.
     """
-    hooks = {number: hook for module in model.modules() for found in hooks_of(module) for number, hook in found.items()}
+    hooks = {
+        number: hook
+        for module in model.modules()
+        for module_hooks in hooks_of(module)
+        for number, hook in module_hooks.items()
+    }
     theirs = ("transformers.", "accelerate.")
-    found = {number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(theirs)}
-    own = (vars(module).get("forward") for module in model.modules() if accelerate_hook(module) is None)
-    return found | {id(forward) for forward in own if forward is not None}
+    hook_ids = {number for number, hook in hooks.items() if not str(getattr(hook, "__module__", "")).startswith(theirs)}
+    forwards = (vars(module).get("forward") for module in model.modules() if accelerate_hook(module) is None)
+    return hook_ids | {id(forward) for forward in forwards if forward is not None}
 
 
 def keeps_tensors(model: nn.Module) -> bool:
     """Whether modules have tensors that are neither parameters nor buffers, as those have that keep states."""
-    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    kept = (value for module in model.modules() for value in vars(module).values())
-    return any(id(tensor) not in known for value in kept for tensor in _tensors_in(value))
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    attributes = (value for module in model.modules() for value in vars(module).values())
+    return any(id(tensor) not in registered for value in attributes for tensor in _tensors_in(value))
 
 
 def _tensors_in(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, dict)) and value:
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(part, depth - 1)
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(element, depth - 1)

@@ -41,15 +41,15 @@ class RowText:
             self._special = special_tokens(tokenizer)
         # The end of the text, which may begin a stop string: characters, and whether each is part of the text.
         self._withheld: list[tuple[str, bool]] = []
-        before: list[int] = []
+        context_ids: list[int] = []
         if self._stops or keeps_space:
             middle = list(tokenizer(_MIDDLE, add_special_tokens=False)["input_ids"])
-            before = [*middle, *prompt]
+            context_ids = [*middle, *prompt]
         if self._stops:
-            self._withheld = [(character, False) for character in self._end_of(middle, before)]
-        self._begin(before)
+            self._withheld = [(character, False) for character in self._end_of(middle, context_ids)]
+        self._begin(context_ids)
         # Index of the first token of the text; None after the first text.
-        self._begins: int | None = None if keeps_space else len(before)
+        self._begins: int | None = None if keeps_space else len(context_ids)
         self.text = ""  # all final text
         self.stopped = False
 
@@ -88,12 +88,12 @@ class RowText:
         """End the text; returns what was withheld."""
         if self.stopped:
             return ""
-        rest = self._rest()
+        remainder = self._rest()
         if self.stopped:
-            return rest
+            return remainder
         withheld, self._withheld = _visible(self._withheld), []
         self.text += withheld
-        return rest + withheld
+        return remainder + withheld
 
     def copy(self) -> RowText:
         """An independent copy."""
@@ -104,11 +104,11 @@ class RowText:
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, **self._decoding)
 
-    def _end_of(self, middle: list[int], before: list[int]) -> str:
-        """The end of the text of `before` in which a stop string may begin, without the text of `middle`."""
+    def _end_of(self, middle: list[int], context_ids: list[int]) -> str:
+        """The end of the text of `context_ids` in which a stop string may begin, without the text of `middle`."""
         longest = max(map(len, self._stops)) - 1
         decoding = _PLAIN | {"skip_special_tokens": False}
-        text = self._tokenizer.decode(before, **decoding)[len(self._tokenizer.decode(middle, **decoding)) :]
+        text = self._tokenizer.decode(context_ids, **decoding)[len(self._tokenizer.decode(middle, **decoding)) :]
         return text.rstrip(_HALF)[-longest:] if longest > 0 else ""
 
     def _hidden(self, delta: str) -> int:
@@ -131,10 +131,10 @@ class RowText:
         text, withheld = "".join(character for character, _ in pending), len(self._withheld)
         # A stop string that ends before `delta` is part of the prompt.
         begins = [text.find(stop, max(0, withheld - len(stop) + 1)) for stop in self._stops]
-        found = [begin for begin in begins if begin >= 0]
-        if found:
+        matches = [begin for begin in begins if begin >= 0]
+        if matches:
             self.stopped, self._withheld = True, []
-            released = _visible(pending[: min(found)])
+            released = _visible(pending[: min(matches)])
         else:
             safe = len(pending) - self._stop_prefix(text)
             released, self._withheld = _visible(pending[:safe]), pending[safe:]

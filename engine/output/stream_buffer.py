@@ -70,10 +70,10 @@ class StreamBuffer:
         self.watched = watched or adapter is not None
         self._rows: list[_Row] = []
         stop_strings, begin = stops
-        for prompt, before, form in zip(prompts, ends_of(prompts[:, begin:], stop_strings), has_form, strict=True):
+        for prompt, prompt_end, form in zip(prompts, ends_of(prompts[:, begin:], stop_strings), has_form, strict=True):
             text = None
             if tokenizer is not None:
-                text = RowText(tokenizer, stop_strings, prompt=before, keeps_space=form)
+                text = RowText(tokenizer, stop_strings, prompt=prompt_end, keeps_space=form)
             self._rows.append(_Row(prompt, text, form))
         self._prompts, self._holds = len(prompts), False
         self._moved: list[int] | None = None  # the row's index when tokens were last pushed
@@ -110,8 +110,8 @@ class StreamBuffer:
         """
         if self._moved is None:
             return None
-        wanted = range(len(self._rows))
-        return [self._moved.index(row) for row in wanted] if set(wanted) <= set(self._moved) else None
+        all_rows = range(len(self._rows))
+        return [self._moved.index(row) for row in all_rows] if set(all_rows) <= set(self._moved) else None
 
     def _apply_reorder(self) -> None:
         if self._moved is not None:
@@ -146,13 +146,13 @@ class StreamBuffer:
         self,
         texts: list[Hypothesis],
         is_end: Callable[[torch.Tensor, int], bool],
-        why: Callable[[torch.Tensor, bool, RowText | None], str],
+        reason_of: Callable[[torch.Tensor, bool, RowText | None], str],
     ) -> None:
         """Set the texts that the run will return, as far as a search knows them: one row per text from now on.
 
         is_end: (ids of an ended text with its prompt, the number of the prompt) -> whether the last one is an end
-        token. why: (the ids, that, its text) -> finish reason. Raises `EngineError` if a text does not begin with the
-        tokens that its row has shown.
+        token. reason_of: (the ids, that, its text) -> finish reason. Raises `EngineError` if a text does not begin with
+        the tokens that its row has shown.
         """
         if not self._holds:  # until now there was a row per beam
             came_from = range(len(self._rows)) if self._moved is None else self._moved
@@ -160,20 +160,20 @@ class StreamBuffer:
             self._holds = True
         self._moved = None
         for number, (row, text) in enumerate(zip(self._rows, texts, strict=True)):
-            known = len(row.tokens)
-            if text.tokens[:known] != row.tokens:
+            pushed = len(row.tokens)
+            if text.tokens[:pushed] != row.tokens:
                 raise EngineError(
-                    f"row {number} was shown with tokens {row.tokens}, but its text begins with {text.tokens[:known]}: "
-                    "a strategy may only show what is final"
+                    f"row {number} was shown with tokens {row.tokens}, but its text begins with {text.tokens[:pushed]}"
+                    ": a strategy may only show what is final"
                 )
             if not text.ended or row.reason is not None:
-                row.add(text.tokens[known:], has_end=False)
+                row.add(text.tokens[pushed:], has_end=False)
                 continue
             ids = torch.cat([row.prompt, row.prompt.new_tensor(text.tokens)])
             has_end = is_end(ids, number * self._prompts // len(texts))
-            row.add(text.tokens[known:], has_end)
+            row.add(text.tokens[pushed:], has_end)
             row.flush()
-            row.reason = why(ids, has_end, row.text)
+            row.reason = reason_of(ids, has_end, row.text)
 
     def end(self, number: int, reason: str) -> None:
         """End row `number` with a finish reason."""
@@ -199,16 +199,16 @@ class StreamBuffer:
         """
         if not self.watched:
             return []
-        new = []
+        new_chunks = []
         for number, row in enumerate(self._rows):
             ends = row.reason is not None and not row.has_ended
             if row.shown < len(row.tokens) or row.delta or ends:
                 text = None if row.text is None else row.delta
                 logprobs = tuple(row.logprobs[row.shown :])
-                new.append(StreamChunk(number, tuple(row.tokens[row.shown :]), text, row.reason, logprobs))
+                new_chunks.append(StreamChunk(number, tuple(row.tokens[row.shown :]), text, row.reason, logprobs))
                 row.shown, row.delta, row.has_ended = len(row.tokens), "", row.reason is not None
-        self._chunks += new
-        self._call_adapter(lambda adapter: adapter.show(new))
+        self._chunks += new_chunks
+        self._call_adapter(lambda adapter: adapter.show(new_chunks))
         chunks, self._chunks = self._chunks, []
         return chunks
 
@@ -218,8 +218,8 @@ class StreamBuffer:
         if adapter is not None:
             adapter.end(self._is_lost)
 
-    def _call_adapter(self, what: Callable[[StreamerAdapter], None]) -> None:
+    def _call_adapter(self, call: Callable[[StreamerAdapter], None]) -> None:
         if self._adapter is not None and not self._is_lost:
             self._is_lost = True
-            what(self._adapter)
+            call(self._adapter)
             self._is_lost = False

@@ -50,10 +50,10 @@ class Answer:
         """The chunk that says that a message of a chat begins."""
         return self._chunk([self._choice(index, delta={"role": "assistant", "content": ""})])
 
-    def chunk(self, index: int, new: StreamChunk) -> dict[str, Any]:
-        reason = None if new.finish_reason is None else _REASONS[new.finish_reason]
-        content = self._content(self.with_space(index, new.tokens, new.text or ""), delta=True)
-        return self._chunk([self._choice(index, reason, self._logprobs(index, "", [], new.logprobs), **content)])
+    def chunk(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+        reason = None if chunk.finish_reason is None else _REASONS[chunk.finish_reason]
+        content = self._content(self.with_space(index, chunk.tokens, chunk.text or ""), delta=True)
+        return self._chunk([self._choice(index, reason, self._logprobs(index, "", [], chunk.logprobs), **content)])
 
     def echo(self, index: int, text: str, scored: Sequence[TokenLogprob | int], reason: str | None) -> dict[str, Any]:
         """The prompt, before the text that continues it; with a reason where none does."""
@@ -79,12 +79,12 @@ class Answer:
         echoed: str,
         scored: Sequence[TokenLogprob | int],
         text: str,
-        own: Sequence[TokenLogprob],
+        logprobs_of_text: Sequence[TokenLogprob],
         reason: str | None,
     ) -> dict[str, Any]:
-        """echoed, scored: the prompt and its tokens. text, own: what continues it, and its tokens."""
+        """echoed, scored: the prompt and its tokens. text, logprobs_of_text: what continues it, and its tokens."""
         reason = None if reason is None else _REASONS[reason]
-        logprobs = self._logprobs(index, echoed, scored, own)
+        logprobs = self._logprobs(index, echoed, scored, logprobs_of_text)
         return self._choice(index, reason, logprobs, **self._content(echoed + text, delta=False))
 
     # Parts.
@@ -93,17 +93,17 @@ class Answer:
         """`text`, of these tokens of a choice, with the space before its first word: decoders leave it out, as if the
         text began there."""
         if self.continues and not self.has_form and index not in self._spaces:
-            first = next((one for one in tokens if one not in self._special), None)
-            if first is not None:
-                alone = self.tokenizer.decode([first], clean_up_tokenization_spaces=False)
-                self._spaces[index] = self._token(first).removesuffix(alone)
+            token = next((candidate for candidate in tokens if candidate not in self._special), None)
+            if token is not None:
+                alone = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+                self._spaces[index] = self._token(token).removesuffix(alone)
         if not text:
             return ""
         space, self._spaces[index] = self._spaces.get(index, ""), ""
         return space + text
 
-    def _object(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def _object(self, name: str) -> dict[str, Any]:
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
     def _choice(
         self, index: int, reason: str | None = None, logprobs: dict[str, Any] | None = None, **content: Any
@@ -118,27 +118,30 @@ class Answer:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
     def _logprobs(
-        self, index: int, echoed: str, scored: Sequence[TokenLogprob | int], own: Sequence[TokenLogprob]
+        self, index: int, echoed: str, scored: Sequence[TokenLogprob | int], following: Sequence[TokenLogprob]
     ) -> dict[str, Any] | None:
-        """scored: tokens of the prompt `echoed`; those of which there is no log probability by their ids. own: tokens
-        that follow in the choice."""
+        """scored: tokens of the prompt `echoed`; those of which there is no log probability by their ids. following:
+        tokens that follow in the choice."""
         if self.logprobs is None:
             return None
-        found = [*scored, *own]
-        entries = [TokenLogprob(one, 0.0) if isinstance(one, int) else one for one in found]
-        known = [not isinstance(one, int) for one in found]
+        tokens = [*scored, *following]
+        entries = [TokenLogprob(token, 0.0) if isinstance(token, int) else token for token in tokens]
+        has_logprob = [not isinstance(token, int) for token in tokens]
         if self.is_chat:
-            return {"content": [self._entry(one) for one in entries], "refusal": None}
+            return {"content": [self._entry(entry) for entry in entries], "refusal": None}
         if index not in self._offsets:
             self._offsets[index] = _Offsets(self.tokenizer, len(echoed), self.continues or self.has_form)
-        offsets = self._offsets_of_prompt(echoed, [one.token for one in entries[: len(scored)]])
-        offsets += map(self._offsets[index].add, (one.token for one in own))
+        offsets = self._offsets_of_prompt(echoed, [entry.token for entry in entries[: len(scored)]])
+        offsets += map(self._offsets[index].add, (entry.token for entry in following))
         return {
-            "tokens": [self._token(one.token) for one in entries],
+            "tokens": [self._token(entry.token) for entry in entries],
             "token_logprobs": [
-                max(one.logprob, _LEAST) if is_known else None for one, is_known in zip(entries, known, strict=True)
+                max(entry.logprob, _LEAST) if is_known else None
+                for entry, is_known in zip(entries, has_logprob, strict=True)
             ],
-            "top_logprobs": [self._top(one) if is_known else None for one, is_known in zip(entries, known, strict=True)]
+            "top_logprobs": [
+                self._top(entry) if is_known else None for entry, is_known in zip(entries, has_logprob, strict=True)
+            ]
             if self.logprobs
             else None,
             "text_offset": offsets,
@@ -153,32 +156,32 @@ class Answer:
         offsets, end = [], 0
         for token in tokens:
             offsets.append(end)
-            new = decoded.push(token)
-            if not text.startswith(new, end):
-                spaced = f" {new}"  # the decoder has removed the space at the beginning
-                new = spaced if text.startswith(spaced, end) else new.removeprefix(" ")
-                new = "" if token in self._special else new
-            end = min(end + len(new), len(text))
+            piece = decoded.push(token)
+            if not text.startswith(piece, end):
+                spaced = f" {piece}"  # the decoder has removed the space at the beginning
+                piece = spaced if text.startswith(spaced, end) else piece.removeprefix(" ")
+                piece = "" if token in self._special else piece
+            end = min(end + len(piece), len(text))
         return offsets
 
-    def _top(self, one: TokenLogprob) -> dict[str, float]:
+    def _top(self, entry: TokenLogprob) -> dict[str, float]:
         """By text; of tokens with one text the likeliest. The token of the text is among them."""
-        found: dict[str, float] = {}
-        for token, logprob in (*one.top, (one.token, one.logprob)):
-            found.setdefault(self._token(token), max(logprob, _LEAST))
-        return found
+        logprobs: dict[str, float] = {}
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+            logprobs.setdefault(self._token(token), max(logprob, _LEAST))
+        return logprobs
 
-    def _entry(self, one: TokenLogprob) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in one.top]
-        return self._named(one.token, one.logprob) | {"top_logprobs": top}
+    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
+        top = [self._named(token, logprob) for token, logprob in entry.top]
+        return self._named(entry.token, entry.logprob) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token(token)
-        found = self._bytes_of_part(token) if "\ufffd" in text else text.encode()
+        encoded = self._bytes_of_part(token) if "\ufffd" in text else text.encode()
         return {
             "token": text,
             "logprob": max(logprob, _LEAST),
-            "bytes": None if found is None else list(found),
+            "bytes": None if encoded is None else list(encoded),
         }
 
     def _bytes_of_part(self, token: int) -> bytes | None:
@@ -186,8 +189,8 @@ class Answer:
         piece = self.tokenizer.convert_ids_to_tokens(token)
         if named := re.fullmatch("<0x([0-9A-F]{2})>", piece):
             return bytes.fromhex(named[1])
-        known = _bytes_of_characters()
-        return bytes(known[one] for one in piece) if known.keys() >= set(piece) else None
+        byte_of = _bytes_of_characters()
+        return bytes(byte_of[character] for character in piece) if byte_of.keys() >= set(piece) else None
 
     def _token(self, token: int) -> str:
         if token not in self._texts:
@@ -232,12 +235,13 @@ def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, 
 def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, Any]:
     """The usage of all results. prompt_tokens: of all prompts, each counted once."""
     results = list(results)
-    new, cached = sum(one.stats.new_tokens for one in results), sum(one.stats.cached_tokens for one in results)
-    return usage(prompt_tokens, new, min(cached, prompt_tokens))
+    new_tokens = sum(result.stats.new_tokens for result in results)
+    cached = sum(result.stats.cached_tokens for result in results)
+    return usage(prompt_tokens, new_tokens, min(cached, prompt_tokens))
 
 
-def error(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error(message: str, error_type: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """param: the field of the request that is wrong."""
-    texts = {"message": message, "type": kind, "param": param, "code": code}
+    texts = {"message": message, "type": error_type, "param": param, "code": code}
     # Halves of surrogate pairs, which JSON may bring in any text, cannot be sent back.
     return {"error": {name: text and text.encode("utf-8", "replace").decode() for name, text in texts.items()}}

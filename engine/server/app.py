@@ -86,19 +86,19 @@ def make_app(
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    for path, (name, kind) in _PAGE.items():
-        app.add_api_route(path, _file(name, kind), include_in_schema=False)
+    for path, (name, media_type) in _PAGE.items():
+        app.add_api_route(path, _file(name, media_type), include_in_schema=False)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, wrong: RequestValidationError) -> Response:
         service.metrics.ended("refused")
-        first, *others = wrong.errors()
-        if first["type"] == "json_invalid":
-            message = f"the body is no JSON: {first['ctx']['error']} at character {first['loc'][-1]}"
+        problem, *further = wrong.errors()
+        if problem["type"] == "json_invalid":
+            message = f"the body is no JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
             return JSONResponse(error(message, "invalid_request_error"), 400)
-        param = ".".join(str(part) for part in first["loc"] if part != "body")
-        more = f" (and {len(others)} more)" if others else ""
-        message = f"{param or 'the body'}: {first['msg'].removeprefix('Value error, ')}{more}"
+        param = ".".join(str(field) for field in problem["loc"] if field != "body")
+        count = f" (and {len(further)} more)" if further else ""
+        message = f"{param or 'the body'}: {problem['msg'].removeprefix('Value error, ')}{count}"
         return JSONResponse(error(message, "invalid_request_error", param=param or None), 400)
 
     @app.exception_handler(HTTPException)
@@ -121,20 +121,20 @@ def _unread(cause: BaseException) -> Exception:
     return InputError(f"the body cannot be read: {type(cause).__name__}")
 
 
-def _file(name: str, kind: str) -> Any:
+def _file(name: str, media_type: str) -> Any:
     content = (files("engine.server") / "page" / name).read_bytes()
 
     async def send() -> Response:
-        return Response(content, media_type=f"{kind}; charset=utf-8", headers=_SAFE)
+        return Response(content, media_type=f"{media_type}; charset=utf-8", headers=_SAFE)
 
     return send
 
 
 def _described(service: Service) -> dict[str, Any]:
     limits = service.limits
-    own = {"caches": service.caches, "strategies": strategies.names(), "context_tokens": limits.context_tokens}
-    most = {"max_tokens": limits.max_tokens, "max_rows": limits.max_rows}
-    return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvengine", "engine": own | most}
+    abilities = {"caches": service.caches, "strategies": strategies.names(), "context_tokens": limits.context_tokens}
+    maxima = {"max_tokens": limits.max_tokens, "max_rows": limits.max_rows}
+    return {"id": service.name, "object": "model", "created": 0, "owned_by": "kvengine", "engine": abilities | maxima}
 
 
 async def _answered(service: Service, body: ChatRequest | CompletionRequest, request: Request) -> Response:
@@ -144,15 +144,15 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
         chunks = service.chunks(job)
         async with AsyncExitStack() as on_error:
             on_error.push_async_callback(chunks.aclose)
-            first = await _while_connected(request, anext(chunks) if body.stream else _to_end(chunks))
+            chunk = await _while_connected(request, anext(chunks) if body.stream else _to_end(chunks))
             on_error.pop_all()
     except _Disconnected:
         service.metrics.ended("cancelled")
         return Response(status_code=499)
     except Exception as failed:
         return _failed(service, failed)
-    if first is not None:
-        events = _events(service, job, first, chunks)
+    if chunk is not None:
+        events = _events(service, job, chunk, chunks)
         return StreamingResponse(events, media_type="text/event-stream", headers=_STREAMED)
     service.metrics.ended("ok")
     return await asyncio.to_thread(lambda: JSONResponse(_complete(job)))  # log probabilities take a while
@@ -213,26 +213,28 @@ def _complete(job: Job) -> dict[str, Any]:
             continue
         result = text.request.result()
         assert result.text is not None
-        for row, said in enumerate(result.text):
-            own = [] if result.logprobs is None else result.logprobs[row]
+        for row, text_of_row in enumerate(result.text):
+            logprobs = [] if result.logprobs is None else result.logprobs[row]
             index, reason = number * job.rows + row, result.finish_reasons[row]
-            said = job.answer.with_space(index, result.tokens[row], said)
-            choices.append(job.answer.choice(index, echoed, scored, said, own, reason))
+            text_of_row = job.answer.with_space(index, result.tokens[row], text_of_row)
+            choices.append(job.answer.choice(index, echoed, scored, text_of_row, logprobs, reason))
     return job.answer.complete(choices, job.usage)
 
 
 def _echo(job: Job, number: int) -> tuple[str, list[Any]]:
     """The text of a prompt, and its tokens with log probabilities where they are wanted."""
     assert isinstance(job.body, CompletionRequest)
-    text, given = job.texts[number], job.body.prompts[number]
-    said = given if isinstance(given, str) else job.answer.tokenizer.decode(given, clean_up_tokenization_spaces=False)
-    return said, text.prompt_logprobs() if job.answer.logprobs is not None else []
+    text, prompt = job.texts[number], job.body.prompts[number]
+    prompt_text = (
+        prompt if isinstance(prompt, str) else job.answer.tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+    )
+    return prompt_text, text.prompt_logprobs() if job.answer.logprobs is not None else []
 
 
 async def _events(
-    service: Service, job: Job, first: tuple[int, Any], chunks: AsyncIterator[tuple[int, Any]]
+    service: Service, job: Job, begun: tuple[int, Any], chunks: AsyncIterator[tuple[int, Any]]
 ) -> AsyncIterator[str]:
-    """The chunks as server-sent events. first: of the chunks."""
+    """The chunks as server-sent events. begun: the first of the chunks."""
     options, outcome = job.body.stream_options, "cancelled"
     asks_usage = options is not None and options.include_usage
 
@@ -240,7 +242,7 @@ async def _events(
         return _event({"usage": None} | written if asks_usage else written)
 
     try:
-        for written in _objects(job, *first):
+        for written in _objects(job, *begun):
             yield event(written)
         async for chunk in chunks:
             for written in _objects(job, *chunk):
@@ -269,9 +271,9 @@ def _objects(job: Job, index: int, chunk: StreamChunk | None) -> list[dict[str, 
         return [job.answer.chunk(index, chunk)]
     indices = range(index, index + job.rows)
     if job.answer.is_chat:
-        return [job.answer.first(one) for one in indices]
+        return [job.answer.first(choice) for choice in indices]
     if not job.body.echo:
         return []
-    said, scored = _echo(job, index // job.rows)
+    prompt_text, scored = _echo(job, index // job.rows)
     reason = "length" if job.texts[index // job.rows].request is None else None  # nothing follows
-    return [job.answer.echo(one, said, scored, reason) for one in indices]
+    return [job.answer.echo(choice, prompt_text, scored, reason) for choice in indices]

@@ -25,8 +25,8 @@ def most_connections() -> int:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     except ImportError:  # Windows
         return 512
-    most = 2048 if files == resource.RLIM_INFINITY else min(2048, files - ACCEPTED - _OTHER_FILES)
-    return max(16, most)
+    limit = 2048 if files == resource.RLIM_INFINITY else min(2048, files - ACCEPTED - _OTHER_FILES)
+    return max(16, limit)
 
 
 class Connection(H11Protocol):
@@ -44,7 +44,11 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._await_request()
         if len(self.connections) > self.most:
-            waiting = [one for one in self.connections if isinstance(one, Connection) and one._deadline is not None]
+            waiting = [
+                connection
+                for connection in self.connections
+                if isinstance(connection, Connection) and connection._deadline is not None
+            ]
             longest = min(waiting, key=_deadline_of)
             longest._end(_FULL if longest is self else _LATE)
 
@@ -82,13 +86,13 @@ class Connection(H11Protocol):
             self._deadline.cancel()
             self._deadline = None
 
-    def _end(self, said: bytes) -> None:
-        """said: to a client that never had an answer."""
+    def _end(self, response: bytes) -> None:
+        """response: to a client that never had an answer."""
         self._stop_waiting()
         if self.cycle is not None:
             self.transport.abort()
         elif not self.transport.is_closing():
-            self.transport.write(said)
+            self.transport.write(response)
             self.transport.close()
 
 

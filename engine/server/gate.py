@@ -131,8 +131,8 @@ class Gate:
         if self._hosts is not None and name not in self._hosts:
             return 403, error("this server does not go by that host name", "invalid_request_error")
         if self._api_key is not None and (path.startswith("/v1") or path == "/metrics"):
-            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-            is_right = hmac.compare_digest(given.strip(), self._api_key.encode())
+            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+            is_right = hmac.compare_digest(key.strip(), self._api_key.encode())
             if scheme.lower() != b"bearer" or not is_right:
                 message = "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 return 401, error(message, "authentication_error", "invalid_api_key")
@@ -140,34 +140,34 @@ class Gate:
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | int | None:
         """The body; its bytes where these are too many; None where the client has left."""
-        said = headers.get(b"content-length", b"")
-        if said.isdigit() and int(said[:20]) > _READ_FACTOR * self._most_bytes:
-            return int(said[:20])
-        parts, size = [], 0
+        declared = headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared[:20]) > _READ_FACTOR * self._most_bytes:
+            return int(declared[:20])
+        received, size = [], 0
         try:
             while True:
                 message = await receive()
                 if message["type"] != "http.request":
                     return None
-                part = message.get("body", b"")
-                size += len(part)
+                piece = message.get("body", b"")
+                size += len(piece)
                 if size <= self._most_bytes:
-                    parts.append(part)
-                    self._arriving += len(part)
+                    received.append(piece)
+                    self._arriving += len(piece)
                 if self._arriving > _MOST_BODIES * self._most_bytes:
                     raise MemoryError
                 if not message.get("more_body") or size > _READ_FACTOR * self._most_bytes:
-                    return b"".join(parts) if size <= self._most_bytes else size
+                    return b"".join(received) if size <= self._most_bytes else size
         finally:
-            self._arriving -= sum(map(len, parts))
+            self._arriving -= sum(map(len, received))
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
     """`receive` with the body, which was read, before what comes after it."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
-        return first.pop() if first else await receive()
+        return pending.pop() if pending else await receive()
 
     return replay
 

@@ -24,8 +24,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
         raise OptionError(f"--host {host!r:.100} is no address of this machine: {error}") from error
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, (address, _, *scope) in dict.fromkeys(infos):
-            opened = socket.socket(family, kind, protocol)
+        for family, socket_type, protocol, _, (address, _, *scope) in dict.fromkeys(infos):
+            opened = socket.socket(family, socket_type, protocol)
             sockets.append(opened)
             if hasattr(socket, "SO_REUSEPORT"):  # on Windows SO_REUSEADDR would share the port
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,22 +64,22 @@ def _why_not(host: str, port: int, error: OSError) -> str:
 def host_name(host: str) -> str:
     """A name or an address without its port, as it is written shortest, an IPv6 address without brackets too; "" for
     what is neither."""
-    parts = _HOST.fullmatch(host)
+    match = _HOST.fullmatch(host)
     try:
-        return str(ipaddress.IPv6Address(host if parts is None else parts[1] or parts[2]))
+        return str(ipaddress.IPv6Address(host if match is None else match[1] or match[2]))
     except ValueError:
-        return "" if parts is None or parts[1] else parts[2].lower().removesuffix(".")
+        return "" if match is None or match[1] else match[2].lower().removesuffix(".")
 
 
-def allowed_hosts(host: str, more: Sequence[str] = ()) -> tuple[str, ...] | None:
+def allowed_hosts(host: str, further: Sequence[str] = ()) -> tuple[str, ...] | None:
     """By which names a server may be called that listens at `host`: see `gate.Gate`. Raises `OptionError`."""
-    names = list(map(host_name, more))
+    names = list(map(host_name, further))
     if "" in names:
-        wrong = more[names.index("")]
+        wrong = further[names.index("")]
         raise OptionError(f"--allowed-host {wrong!r:.100} is no name of a host: give it without path and user")
-    own = host_name(host)
-    if own == "localhost" or _is_loopback(own):
-        return (*LOOPBACK, own, *names)
+    name = host_name(host)
+    if name == "localhost" or _is_loopback(name):
+        return (*LOOPBACK, name, *names)
     return tuple(names) or None
 
 

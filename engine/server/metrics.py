@@ -36,8 +36,8 @@ class Metrics:
     def __init__(self, shown: Shown):
         self._shown, self.registry = shown, CollectorRegistry()
 
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"kvengine_{name}", what, labels, registry=self.registry)
+        def counter(name: str, description: str, *labels: str) -> Counter:
+            return Counter(f"kvengine_{name}", description, labels, registry=self.registry)
 
         self._requests = counter("requests", "Requests that came to their end, by how.", "outcome")
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
@@ -84,21 +84,23 @@ class Metrics:
             running.add_metric([name], getattr(state, name))
         yield running
         yield GaugeMetricFamily("kvengine_rows", "Rows in the batch.", value=state.rows)
-        places = GaugeMetricFamily("kvengine_cache_bytes", "Bytes of the caches of prompts that run.", labels=["place"])
-        for place in _PLACES:
-            places.add_metric([place], state.cache_bytes.get(place, 0))
-        yield places
+        cache_bytes = GaugeMetricFamily(
+            "kvengine_cache_bytes", "Bytes of the caches of prompts that run.", labels=["place"]
+        )
+        for tier in _PLACES:
+            cache_bytes.add_metric([tier], state.cache_bytes.get(tier, 0))
+        yield cache_bytes
         stored = self._shown.prefix_bytes
         yield GaugeMetricFamily("kvengine_prefix_store_bytes", "Bytes of stored prefixes in memory.", value=stored)
-        failures, said = self._shown.prefix_failures, "Prefixes that could not be stored, written or read."
-        yield CounterMetricFamily("kvengine_prefix_store_failures", said, value=failures)
+        failures, description = self._shown.prefix_failures, "Prefixes that could not be stored, written or read."
+        yield CounterMetricFamily("kvengine_prefix_store_failures", description, value=failures)
 
 
 class TokenClock:
     """Times and counts the tokens of a prompt's texts as they come."""
 
-    def __init__(self, first: Histogram, following: Histogram, count: Counter):
-        self._first, self._following, self._count = first, following, count
+    def __init__(self, first_token: Histogram, following: Histogram, count: Counter):
+        self._first, self._following, self._count = first_token, following, count
         self._begun, self._last = time.perf_counter(), dict[int, float]()
 
     def see(self, chunk: StreamChunk) -> None:

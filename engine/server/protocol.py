@@ -36,13 +36,13 @@ _UNKNOWN_FIELDS = 16  # of which each has an error of its own
 _TEMPLATE_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
-def _at_most(most: int) -> BeforeValidator:
+def _at_most(limit: int) -> BeforeValidator:
     """Refuses larger objects before their entries are read: each wrong one would cost time for an error of its own."""
 
-    def check(given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > most:
-            raise ValueError(f"{len(given):,} entries, and this server reads {most:,}")
-        return given
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(f"{len(value):,} entries, and this server reads {limit:,}")
+        return value
 
     return BeforeValidator(check)
 
@@ -65,12 +65,12 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_the_default(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if (unknown := len(given.keys() - cls.model_fields.keys())) > _UNKNOWN_FIELDS:
+    def _null_is_the_default(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        if (unknown := len(body.keys() - cls.model_fields.keys())) > _UNKNOWN_FIELDS:
             raise ValueError(f"{unknown:,} unknown fields: leave them out")
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in body.items() if value is not None}
 
 
 # How types of `engine.parameters` are read from JSON, where pydantic's way would take too much.
@@ -85,8 +85,8 @@ def _limits(name: str) -> Any:
     field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
     if field.type is not None or reader is None:
         return Field(max_length=field.most)
-    least = reader.least if field.least is None else field.least
-    return Field(ge=least, le=reader.most if field.most is None else field.most)
+    minimum = reader.least if field.least is None else field.least
+    return Field(ge=minimum, le=reader.most if field.most is None else field.most)
 
 
 def _type(name: str) -> Any:
@@ -115,15 +115,15 @@ class EngineOptions(_Parameters):
     @field_validator("cache_config")
     @classmethod
     def _sets_nothing_of_the_server(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if own := [name for name in _SIZES_OF_THE_SERVER if name in value]:
-            raise ValueError(f"a request cannot set {', '.join(own)}")
+        if reserved := [name for name in _SIZES_OF_THE_SERVER if name in value]:
+            raise ValueError(f"a request cannot set {', '.join(reserved)}")
         return value
 
     @field_validator("chat_template_kwargs")
     @classmethod
     def _is_for_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        if own := _TEMPLATE_OWN & set(value):
-            raise ValueError(f"{', '.join(sorted(own))} cannot be set here")
+        if reserved := _TEMPLATE_OWN & set(value):
+            raise ValueError(f"{', '.join(sorted(reserved))} cannot be set here")
         return value
 
 
@@ -163,7 +163,7 @@ class _Request(_Body):
     def _are_stop_strings(cls, value: Any) -> Any:
         """By hand: a union has an error for each of its kinds."""
         texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise ValueError("stop is a text or a list of texts")
         if len(texts) > _STOP_STRINGS:
             raise ValueError(f"{len(texts):,} stop strings, and this server reads {_STOP_STRINGS}")
@@ -174,8 +174,8 @@ class _Request(_Body):
     @property
     def has_form(self) -> bool:
         """Whether the answer has a form: a schema, a regex, a list of choices or a grammar."""
-        own = self.engine
-        forms = (own.json_schema, own.regex, own.choices, own.grammar)
+        options = self.engine
+        forms = (options.json_schema, options.regex, options.choices, options.grammar)
         return any(form is not None for form in forms) or (self.response_format or {}).get("type", "text") != "text"
 
     @model_validator(mode="after")
@@ -201,10 +201,10 @@ class Message(BaseModel):
         """Parts of text as one text."""
         if not isinstance(value, list):
             return value
-        for part in value:
-            if set(part) != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-                raise ValueError(f"a part with {list(part)!a:.80}: parts have a type, which is text, and a text")
-        return "".join(part["text"] for part in value)
+        for item in value:
+            if set(item) != {"type", "text"} or item["type"] != "text" or not isinstance(item["text"], str):
+                raise ValueError(f"a part with {list(item)!a:.80}: parts have a type, which is text, and a text")
+        return "".join(item["text"] for item in value)
 
 
 class ChatRequest(_Request):
@@ -251,8 +251,8 @@ class CompletionRequest(_Request):
     @classmethod
     def _is_a_prompt(cls, value: Any) -> Any:
         """By hand: a union of lists would have an error for each of its elements."""
-        one = isinstance(value, str) or _are_ids(value)
-        if one or (isinstance(value, list) and value and all(isinstance(text, str) for text in value)):
+        is_prompt = isinstance(value, str) or _are_ids(value)
+        if is_prompt or (isinstance(value, list) and value and all(isinstance(text, str) for text in value)):
             return value
         if isinstance(value, list) and value and all(map(_are_ids, value)):
             return value
@@ -286,4 +286,4 @@ _OF_SCORING = {
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(one) is int and 0 <= one < 2**31 for one in value)
+    return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)

@@ -50,8 +50,8 @@ class Penalties:
         self._presence, self._frequency, self._prompt_columns = presence, frequency, prompt_columns
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        new = ids[:, self._prompt_columns :]
-        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        answer = ids[:, self._prompt_columns :]
+        counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
         return scores - self._frequency * counts - self._presence * (counts > 0)
 
 
@@ -107,13 +107,13 @@ def _with_arguments(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _check_template(template: Any, given: dict[str, Any], tools: Any) -> None:
+def _check_template(template: Any, arguments: dict[str, Any], tools: Any) -> None:
     """Refuse what the template has no place for. Raises `InputError`."""
     try:
-        known = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
+        variables = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
     except Exception:  # it has words of its own, and may have any variable
         return
-    missing = [name for name in (*given, *(["tools"] if tools else [])) if name not in known]
+    missing = [name for name in (*arguments, *(["tools"] if tools else [])) if name not in variables]
     if missing:
         raise InputError(f"the model's chat template has no place for {', '.join(missing)}: leave it out")
 
@@ -133,33 +133,33 @@ _OF_SEARCHES = {
 
 def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> dict[str, Any]:
     """The parameters of `engine.generate` for a prompt of so many tokens. Raises `OptionError`, `InputError`."""
-    own = body.engine.model_dump(exclude_none=True, exclude={"chat_template_kwargs"})
-    own["cache_config"] = own["cache_config"] or None
+    options = body.engine.model_dump(exclude_none=True, exclude={"chat_template_kwargs"})
+    options["cache_config"] = options["cache_config"] or None
     if isinstance(body, CompletionRequest) and body.best_of is not None:
-        own["num_beams"] = body.best_of
-    found = own | {"max_new_tokens": new_tokens(body, prompt_tokens, limits), "max_time": limits.max_time_s}
+        options["num_beams"] = body.best_of
+    arguments = options | {"max_new_tokens": new_tokens(body, prompt_tokens, limits), "max_time": limits.max_time_s}
     for name in ("temperature", "top_p", "seed", "response_format"):
         if (value := getattr(body, name)) is not None:
-            found[name] = value
+            arguments[name] = value
     if body.stop:
-        found["stop_strings"] = body.stop
+        arguments["stop_strings"] = body.stop
     if body.logit_bias:
-        found["sequence_bias"] = {(token,): bias for token, bias in body.logit_bias.items()}
+        arguments["sequence_bias"] = {(token,): bias for token, bias in body.logit_bias.items()}
     if body.presence_penalty or body.frequency_penalty:
-        found["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
-    found["num_return_sequences"] = body.n  # also where the model's own settings have another number
-    likeliest, searches = logprobs_asked(body), _OF_SEARCHES & found.keys()
+        arguments["logits_processor"] = [Penalties(body.presence_penalty, body.frequency_penalty, prompt_tokens)]
+    arguments["num_return_sequences"] = body.n  # also where the model's own settings have another number
+    likeliest, searches = logprobs_asked(body), _OF_SEARCHES & arguments.keys()
     if not searches and (body.temperature == 0 or likeliest is not None):
-        found["num_beams"] = 1  # also where the model's own settings have more
+        arguments["num_beams"] = 1  # also where the model's own settings have more
     if likeliest is not None:
-        named = _named(found)
-        if found.get("num_beams", 1) > 1 or (named is not None and needs_of(named).rows_are_beams):
+        named = _named(arguments)
+        if arguments.get("num_beams", 1) > 1 or (named is not None and needs_of(named).rows_are_beams):
             raise OptionError(
                 "logprobs cannot apply to a beam search (best_of, engine.num_beams): leave one of them out"
             )
-        found["top_logprobs"] = likeliest
-    _check_rows(found, limits)
-    return _as_drawn(found)
+        arguments["top_logprobs"] = likeliest
+    _check_rows(arguments, limits)
+    return _as_drawn(arguments)
 
 
 def logprobs_asked(body: ChatRequest | CompletionRequest) -> int | None:
@@ -179,68 +179,73 @@ def new_tokens(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits
         asked = body.max_completion_tokens if asked is None else asked
     elif asked is None:
         asked = _COMPLETION_TOKENS
-    context, most = limits.context_tokens, limits.max_tokens
+    context, limit = limits.context_tokens, limits.max_tokens
     if context is not None:
-        most = min(most, context - prompt_tokens)
-        if most < (asked != 0):
+        limit = min(limit, context - prompt_tokens)
+        if limit < (asked != 0):
             raise InputError(
                 f"the prompt has {prompt_tokens:,} tokens, but the model's context has {context:,} for prompt and "
                 "answer: shorten the prompt"
             )
     if asked is None and (likeliest := logprobs_asked(body)) is not None:
-        return max(1, min(most, MOST_LOGPROBS_WRITTEN // (body.n * (1 + likeliest))))
-    return most if asked is None else min(asked, most)
+        return max(1, min(limit, MOST_LOGPROBS_WRITTEN // (body.n * (1 + likeliest))))
+    return limit if asked is None else min(asked, limit)
 
 
-def _check_rows(found: dict[str, Any], limits: Limits) -> None:
-    asked: dict[str, int] = {name: found[name] for name in ("num_beams", "num_return_sequences") if name in found}
-    if "penalty_alpha" in found:
-        asked["top_k"] = found.get("top_k") or _CANDIDATES
-    if (named := _named(found)) is not None:
+def _check_rows(arguments: dict[str, Any], limits: Limits) -> None:
+    asked: dict[str, int] = {
+        name: arguments[name] for name in ("num_beams", "num_return_sequences") if name in arguments
+    }
+    if "penalty_alpha" in arguments:
+        asked["top_k"] = arguments.get("top_k") or _CANDIDATES
+    if (named := _named(arguments)) is not None:
         asked["strategy"] = needs_of(named).rows_per_prompt
     for name, rows in asked.items():
         if rows > limits.max_rows:
-            said = {
+            descriptions = {
                 "num_return_sequences": f"n={rows}",
                 "strategy": f"strategy={named and named.name!r} computes {rows}",
             }
             raise OptionError(
-                f"{said.get(name, f'{name}={rows}')} rows at once, but this server computes {limits.max_rows} at most"
+                f"{descriptions.get(name, f'{name}={rows}')} rows at once, but this server computes {limits.max_rows} "
+                "at most"
             )
-    most = _MOST_TOKENS if limits.context_tokens is None else limits.context_tokens
-    for name, size in (found["cache_config"] or {}).items():
-        if isinstance(size, (int, float)) and size > most:
-            raise OptionError(f"cache_config: {name}={size}, but the model's context has {most} tokens")
-    if (least := found.get("min_new_tokens", 0)) > found["max_new_tokens"]:
-        raise OptionError(f"min_new_tokens={least} is more than max_tokens={found['max_new_tokens']}")
+    limit = _MOST_TOKENS if limits.context_tokens is None else limits.context_tokens
+    for name, size in (arguments["cache_config"] or {}).items():
+        if isinstance(size, (int, float)) and size > limit:
+            raise OptionError(f"cache_config: {name}={size}, but the model's context has {limit} tokens")
+    if (min_new_tokens := arguments.get("min_new_tokens", 0)) > arguments["max_new_tokens"]:
+        raise OptionError(f"min_new_tokens={min_new_tokens} is more than max_tokens={arguments['max_new_tokens']}")
 
 
-def _as_drawn(found: dict[str, Any]) -> dict[str, Any]:
+def _as_drawn(arguments: dict[str, Any]) -> dict[str, Any]:
     """With `do_sample`: temperature 0 is greedy, where top_p and its like leave the likeliest token, and what only
     drawing makes sense of asks for it."""
-    searches = found.get("num_beams", 1) > 1 or any(map(found.get, ("num_beam_groups", "penalty_alpha", "strategy")))
-    if found.get("temperature") == 0:
-        if found["num_return_sequences"] > 1 and not searches:
+    searches = arguments.get("num_beams", 1) > 1 or any(
+        map(arguments.get, ("num_beam_groups", "penalty_alpha", "strategy"))
+    )
+    if arguments.get("temperature") == 0:
+        if arguments["num_return_sequences"] > 1 and not searches:
             raise OptionError(
-                f"n={found['num_return_sequences']} with temperature 0 would be the same text so many times: raise the "
-                "temperature, or set engine.num_beams"
+                f"n={arguments['num_return_sequences']} with temperature 0 would be the same text so many times: raise "
+                "the temperature, or set engine.num_beams"
             )
         shaped = ("temperature", "top_p", "min_p") if searches else ("temperature", "top_p", "min_p", "top_k")
-        return {name: value for name, value in found.items() if name not in shaped} | {"do_sample": False}
-    draws = any(name in found for name in ("temperature", "top_p", "min_p"))
-    draws |= not searches and ("top_k" in found or found["num_return_sequences"] > 1)
+        return {name: value for name, value in arguments.items() if name not in shaped} | {"do_sample": False}
+    draws = any(name in arguments for name in ("temperature", "top_p", "min_p"))
+    draws |= not searches and ("top_k" in arguments or arguments["num_return_sequences"] > 1)
     if draws:
-        return found | {"do_sample": True}
-    never_draws = "penalty_alpha" in found or getattr(type(_named(found)), "samples", None) is False
-    return found | {"do_sample": False} if never_draws else found  # whatever the model's own settings say
+        return arguments | {"do_sample": True}
+    never_draws = "penalty_alpha" in arguments or getattr(type(_named(arguments)), "samples", None) is False
+    return arguments | {"do_sample": False} if never_draws else arguments  # whatever the model's own settings say
 
 
-def _named(found: dict[str, Any]) -> Strategy | None:
+def _named(arguments: dict[str, Any]) -> Strategy | None:
     """The strategy that the request names; None where it names none, or one that `engine.generate` refuses."""
     try:
-        name = found["strategy"]
+        name = arguments["strategy"]
         return strategies.build(
-            name, **{option: found[option] for option in strategies.options(name) if option in found}
+            name, **{option: arguments[option] for option in strategies.options(name) if option in arguments}
         )
     except (KeyError, ConfigError):
         return None

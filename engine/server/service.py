@@ -98,9 +98,9 @@ class _Text:
         """Of the prompt's tokens; the first one has none."""
         if self.scored is None:
             return [self.ids[0]]
-        found = self.scored.result().logprobs
-        assert found is not None
-        return [self.ids[0], *found[0]]
+        logprobs = self.scored.result().logprobs
+        assert logprobs is not None
+        return [self.ids[0], *logprobs[0]]
 
     def check_scored(self) -> None:
         """Raise `EngineError` if the time was out before all of the prompt was scored."""
@@ -189,17 +189,17 @@ class Service:
         self._check_encoder(body)
         self._check_room(needed)  # before the prompts are read, which takes a while, and after
         try:
-            prompts, given = await self._reading(body)
-            self._check_size(body, prompts, given)
+            prompts, arguments_of_all = await self._reading(body)
+            self._check_size(body, prompts, arguments_of_all)
             self._check_room(needed)
-            for ids, own in zip(prompts, given, strict=True):
+            for ids, arguments in zip(prompts, arguments_of_all, strict=True):
                 text = _Text(ids, self.metrics.clock())
                 job.texts.append(text)
                 if scores and len(ids) > 1:
                     counted = len(ids) if body.max_tokens == 0 else 0  # else with the run that generates
-                    text.scored = self._submitted(ids[:1], is_chat, _scoring(ids, own), counted)
+                    text.scored = self._submitted(ids[:1], is_chat, _scoring(ids, arguments), counted)
                 if body.max_tokens != 0:
-                    text.request = self._submitted(ids, is_chat, own, len(ids))
+                    text.request = self._submitted(ids, is_chat, arguments, len(ids))
         except BaseException as failed:
             job.cancel()
             if isinstance(failed, EngineError):
@@ -217,14 +217,15 @@ class Service:
             raise Refusal.of_bad_request(message)
 
     def _check_size(
-        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], given: list[dict[str, Any]]
+        self, body: ChatRequest | CompletionRequest, prompts: list[list[int]], arguments_of_all: list[dict[str, Any]]
     ) -> None:
         """Refuse more log probabilities than can be written."""
         likeliest = logprobs_asked(body)
         if likeliest is None:
             return
         lengths = [
-            (len(ids) if body.echo else 0) + own["max_new_tokens"] for ids, own in zip(prompts, given, strict=True)
+            (len(ids) if body.echo else 0) + arguments["max_new_tokens"]
+            for ids, arguments in zip(prompts, arguments_of_all, strict=True)
         ]
         count = body.n * sum(lengths) * (1 + likeliest)
         if count > MOST_LOGPROBS_WRITTEN:
@@ -253,13 +254,13 @@ class Service:
         return prompts, [parameters(body, 0 if self._has_encoder else len(ids), self.limits) for ids in prompts]
 
     def _check_room(self, needed: int) -> None:
-        most = self.limits.max_rows + self._max_queue
-        if needed > most:
+        limit = self.limits.max_rows + self._max_queue
+        if needed > limit:
             message = f"{needed} prompts in one request (one that is scored and continued counts twice)"
-            raise Refusal.of_bad_request(f"{message}, and this server takes {most} at once: send fewer prompts")
-        if len(self._open) + needed > most:
+            raise Refusal.of_bad_request(f"{message}, and this server takes {limit} at once: send fewer prompts")
+        if len(self._open) + needed > limit:
             wait_s = math.ceil(self._typical_s * len(self._open) / self.limits.max_rows)
-            message = f"{len(self._open)} prompts run or wait, and this server takes {most} at once: try again later"
+            message = f"{len(self._open)} prompts run or wait, and this server takes {limit} at once: try again later"
             raise Refusal(429, error(message, "rate_limit_error", "queue_full"), max(1, wait_s))
 
     def _submitted(self, ids: list[int], is_chat: bool, parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
@@ -287,34 +288,34 @@ class Service:
     async def chunks(self, job: Job) -> AsyncGenerator[tuple[int, StreamChunk | None], None]:
         """The chunks of all texts as they come, with the index of the choice; None before the first of each prompt.
         Raises the error of the first run that fails."""
-        found: asyncio.Queue[Any] = asyncio.Queue()
+        queue: asyncio.Queue[Any] = asyncio.Queue()
 
         async def read(number: int, text: _Text) -> None:
             try:
                 if text.scored is not None:
                     await text.scored
                     text.check_scored()
-                first, has_begun = number * job.rows, False
+                first_choice, has_begun = number * job.rows, False
                 async for chunk in _chunks_of(text):
                     if not has_begun:
-                        found.put_nowait((first, None))
+                        queue.put_nowait((first_choice, None))
                         has_begun = True
                     if chunk is not None:
                         text.clock.see(chunk)
-                        found.put_nowait((first + chunk.row, chunk))
-                found.put_nowait(None)
+                        queue.put_nowait((first_choice + chunk.row, chunk))
+                queue.put_nowait(None)
             except Exception as failed:
-                found.put_nowait(failed)
+                queue.put_nowait(failed)
 
         tasks = [asyncio.create_task(read(number, text)) for number, text in enumerate(job.texts)]
         try:
-            left = len(tasks)
-            while left:
-                item = await found.get()
+            running = len(tasks)
+            while running:
+                item = await queue.get()
                 if isinstance(item, Exception):
                     raise item
                 if item is None:
-                    left -= 1
+                    running -= 1
                 else:
                     yield item
         finally:
@@ -329,8 +330,9 @@ def _prompt_tokens(config: Any, context: int | None) -> Any:
     """How many tokens a prompt may have; None for no limit. An encoder reads all of them at once: it has one always."""
     if not config.is_encoder_decoder:
         return context
-    own, names = config.get_text_config(encoder=True), ("max_encoder_position_embeddings", "max_position_embeddings")
-    return next((size for name in names if (size := getattr(own, name, None))), context or _ENCODED_TOKENS)
+    encoder_config = config.get_text_config(encoder=True)
+    names = ("max_encoder_position_embeddings", "max_position_embeddings")
+    return next((size for name in names if (size := getattr(encoder_config, name, None))), context or _ENCODED_TOKENS)
 
 
 async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:
@@ -342,10 +344,12 @@ async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:
         yield chunk
 
 
-def _scoring(ids: Sequence[int], given: dict[str, Any]) -> dict[str, Any]:
+def _scoring(ids: Sequence[int], arguments: dict[str, Any]) -> dict[str, Any]:
     """The parameters of the run that gives the log probabilities of a prompt."""
-    kept = {name: given[name] for name in ("cache", "cache_config", "max_time", "top_logprobs") if name in given}
-    return scoring([ids]) | kept
+    shared = {
+        name: arguments[name] for name in ("cache", "cache_config", "max_time", "top_logprobs") if name in arguments
+    }
+    return scoring([ids]) | shared
 
 
 def refusal(failed: Exception) -> Refusal:

@@ -25,29 +25,29 @@ class Texts:
         """Characters of the longest token."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def ids(self, text: str, read: Callable[[str], list[int]]) -> list[int]:
-        """What `read` makes of a text, if its ids may fit. Raises `InputError`, `MemoryError`."""
+    def ids(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """What `encode` makes of a text, if its ids may fit. Raises `InputError`, `MemoryError`."""
         self._check_size(text)
-        ids = _tokenized(text, read)
+        ids = _tokenized(text, encode)
         if not ids:
             raise InputError("the prompt is empty: the model needs at least one token to begin with")
         return ids
 
     def _check_size(self, text: str) -> None:
-        most = self._context_tokens
-        if most is None:
+        limit = self._context_tokens
+        if limit is None:
             return
-        if len(text) > most * self._longest:
+        if len(text) > limit * self._longest:
             raise InputError(
-                f"the prompt has {len(text):,} characters, but the model's context has {most:,} tokens of "
+                f"the prompt has {len(text):,} characters, but the model's context has {limit:,} tokens of "
                 f"{self._longest} characters at most: shorten the prompt"
             )
         size = LONG_CHARACTERS
         while size < len(text):  # the beginning shows whether the rest need be read
-            if (tokens := len(_tokenized(text[:size], self._plain_ids))) > most + _MARGIN_TOKENS:
+            if (tokens := len(_tokenized(text[:size], self._plain_ids))) > limit + _MARGIN_TOKENS:
                 raise InputError(
                     f"the first {size:,} of {len(text):,} characters of the prompt have {tokens:,} tokens, but the "
-                    f"model's context has {most:,}: shorten the prompt"
+                    f"model's context has {limit:,}: shorten the prompt"
                 )
             size *= 4
 
@@ -55,10 +55,10 @@ class Texts:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _tokenized(text: str, read: Callable[[str], list[int]]) -> list[int]:
+def _tokenized(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     _check_memory(_BYTES_PER_CHARACTER * len(text))
     try:
-        return read(text)
+        return encode(text)
     except InputError:
         raise
     except (TypeError, ValueError) as error:  # half of a surrogate pair

@@ -81,13 +81,15 @@ class Batch:
     def __enter__(self) -> Batch:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(cancel=error is not None)
 
     async def __aenter__(self) -> Batch:
         return self
 
-    async def __aexit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self, error_type: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         import asyncio
 
         await asyncio.to_thread(self.close, error is not None)
@@ -103,9 +105,9 @@ class Batch:
             self._scheduler.ranks.end()
             for request in self._take(waits=False):
                 self._scheduler.add(request)
-            why = EngineError(f"the batch stopped: {type(error).__name__}: {error}")
-            why.__cause__ = error
-            self._scheduler.close(why)
+            failure = EngineError(f"the batch stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._scheduler.close(failure)
             raise
 
     def _publish(self) -> None:
@@ -139,21 +141,21 @@ class Batch:
         if not ranks.most(ranks.is_first and bool(requests or cancels or is_over)):
             return False, False
         sent, cancels, is_over = ranks.share((_sent(requests), cancels, is_over))
-        for one in [] if ranks.is_first else sent:
-            self._scheduler.add(BatchRequest(*one))
+        for fields in [] if ranks.is_first else sent:
+            self._scheduler.add(BatchRequest(*fields))
         return cancels, is_over
 
     def _take(self, waits: bool) -> list[BatchRequest]:
         """What was submitted. waits: for something to come, if there is nothing."""
-        found: list[BatchRequest] = []
+        requests: list[BatchRequest] = []
         seconds = _IDLE_S if self._scheduler.ranks.size > 1 else None
         with suppress(queue.Empty):
             while True:
                 request = self._inbox.get(block=waits, timeout=seconds)
                 waits = False
                 if request is not None:
-                    found.append(request)
-        return found
+                    requests.append(request)
+        return requests
 
 
 _batches: weakref.WeakSet[Batch] = weakref.WeakSet()
@@ -169,8 +171,13 @@ def _close_all() -> None:
 
 def _sent(requests: list[BatchRequest]) -> list[tuple[int, Any, dict[str, Any]]]:
     """What other ranks need of these requests. They are cancelled on rank 0."""
-    own = [{name: value for name, value in one.parameters.items() if name != "cancellation"} for one in requests]
-    return [(one.index, one.inputs, parameters) for one, parameters in zip(requests, own, strict=True)]
+    parameters_of_all = [
+        {name: value for name, value in request.parameters.items() if name != "cancellation"} for request in requests
+    ]
+    return [
+        (request.index, request.inputs, parameters)
+        for request, parameters in zip(requests, parameters_of_all, strict=True)
+    ]
 
 
 def _check_can_be_sent(request: BatchRequest) -> None:

@@ -45,8 +45,8 @@ def generate_many(
 ) -> EndedRequests:
     """See `Generator.generate_many`."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        kind = type(prompts).__name__
-        raise InputError(f"generate_many takes an iterable of prompts, and this is one {kind}: put it into a list")
+        type_name = type(prompts).__name__
+        raise InputError(f"generate_many takes an iterable of prompts, and this is one {type_name}: put it into a list")
     return EndedRequests(_ended(scheduler, prompts, parameters, progress))
 
 
@@ -68,8 +68,8 @@ def _ended(
                         request = next(requests, None)
                     except Exception as error:  # raised once the prompts before it have ended
                         request, failure = None, error
-                    if (taken := time.monotonic() - asked) > _SLOW_S:  # at most half of the time goes by with waiting
-                        ask_again = asked + 2 * taken
+                    if (seconds := time.monotonic() - asked) > _SLOW_S:  # at most half of the time goes by with waiting
+                        ask_again = asked + 2 * seconds
                     is_last = request is None
                     if request is not None:
                         scheduler.add(request)
@@ -97,8 +97,8 @@ def _requests(prompts: Iterable[Any], parameters: dict[str, Any]) -> Iterator[Ba
 def _read(prompt: Any, parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The inputs and the parameters of one prompt: a mapping with "prompt" has parameters of its own."""
     if isinstance(prompt, Mapping) and "prompt" in prompt:
-        own = dict(prompt)
-        return own.pop("prompt"), parameters | own
+        arguments = dict(prompt)
+        return arguments.pop("prompt"), parameters | arguments
     return prompt, parameters
 
 

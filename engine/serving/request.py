@@ -16,9 +16,9 @@ from engine.result import Generation, StreamChunk
 def _as_it_is(inputs: Any) -> Any:
     """Lists and dicts copied: the caller may add a message to its list while the prompt waits."""
     if type(inputs) is list:
-        return [_as_it_is(part) for part in inputs]
+        return [_as_it_is(entry) for entry in inputs]
     if type(inputs) is dict:
-        return {name: _as_it_is(part) for name, part in inputs.items()}
+        return {name: _as_it_is(value) for name, value in inputs.items()}
     return inputs
 
 
@@ -70,20 +70,20 @@ class BatchRequest:
         self.result()
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        loop, more = asyncio.get_running_loop(), asyncio.Event()
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop was closed
-                loop.call_soon_threadsafe(more.set)
+                loop.call_soon_threadsafe(arrived.set)
 
         self._on_chunk.append(wake)
         try:
             while True:
-                more.clear()
+                arrived.clear()
                 try:
                     chunk = self._chunks.get_nowait()
                 except queue.Empty:
-                    await more.wait()
+                    await arrived.wait()
                     continue
                 if chunk is None:
                     break
@@ -107,11 +107,11 @@ class BatchRequest:
 
         Raises the error of that event, also in later calls.
         """
-        given = self.parameters.get("cancellation")
+        event = self.parameters.get("cancellation")
         if self._failure is not None:
             raise self._failure
         try:
-            return self._cancelled.is_set() or (given is not None and given.is_set())
+            return self._cancelled.is_set() or (event is not None and event.is_set())
         except Exception as error:
             self._failure = error
             raise

@@ -136,9 +136,9 @@ class Scheduler:
         """What is done now. For the thread that runs the turns."""
         parked = sum(run.is_parked for run in self._runs)
         active = [run for run in self._runs if not run.is_parked]
-        places = sum((Counter(run.driver.loop.cache_bytes_by_place) for run in self._runs), Counter())
+        cache_bytes = sum((Counter(run.driver.loop.cache_bytes_by_place) for run in self._runs), Counter())
         waiting = len(self._waiting) + (self._next is not None)
-        return BatchState(waiting, len(active), parked, sum(run.rows for run in active), dict(places))
+        return BatchState(waiting, len(active), parked, sum(run.rows for run in active), dict(cache_bytes))
 
     def turn(self) -> list[BatchRequest]:
         """Do a turn; the requests that have ended in it."""
@@ -155,8 +155,8 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
-    def close(self, why: EngineError | None = None) -> None:
-        """End all requests: those that run as cancelled, the others with the error `why`."""
+    def close(self, failure: EngineError | None = None) -> None:
+        """End all requests: those that run as cancelled, the others with `failure`."""
         for run in self._runs:
             run.request.cancel()
         self._cancelled = {run.request.index for run in self._runs}
@@ -169,7 +169,7 @@ class Scheduler:
         self._next = None
         self._waiting.clear()
         for request in waiting:
-            self._end(request, why or EngineError("the batch was closed before this prompt had its turn"))
+            self._end(request, failure or EngineError("the batch was closed before this prompt had its turn"))
 
     def _end_cancelled(self) -> None:
         """End the requests that were cancelled, also those that wait, are read, or are parked."""
@@ -223,9 +223,9 @@ class Scheduler:
             return None
 
     def _fits(self, run: _Run) -> bool:
-        if self._rows + run.rows > self._slots or any(one.is_parked for one in self._runs):
+        if self._rows + run.rows > self._slots or any(other_run.is_parked for other_run in self._runs):
             return False
-        return self._most_bytes is None or sum(one.bytes for one in [*self._runs, run]) <= self._most_bytes
+        return self._most_bytes is None or sum(admitted.bytes for admitted in [*self._runs, run]) <= self._most_bytes
 
     def _end(self, request: BatchRequest, result: Generation | BaseException) -> None:
         self._runs = [run for run in self._runs if run.request is not request]
@@ -283,10 +283,10 @@ class Scheduler:
 
     def _why_alone(self, run: _Run) -> str | None:
         assert run.forward is not None
-        why = run.driver.loop.why_alone(run.forward)
-        if why is not None:
-            self.counts.why_alone.add(why)
-        return why
+        reason = run.driver.loop.why_alone(run.forward)
+        if reason is not None:
+            self.counts.why_alone.add(reason)
+        return reason
 
     def _step_together(self, runs: list[_Run]) -> None:
         """A joined step. Where it fails for want of memory, the newest runs are parked; else each steps by itself."""
@@ -324,17 +324,17 @@ class Scheduler:
 
     def _computed(self, runs: list[_Run]) -> list[ModelOutput]:
         with torch.no_grad():
-            parts = []
+            inputs = []
             for run in runs:
                 assert run.forward is not None
-                parts.append(run.driver.loop.prepare(run.forward))
+                inputs.append(run.driver.loop.prepare(run.forward))
             hidden = any(run.forward is not None and run.forward.hidden for run in runs)
             routed = all(run.driver.loop.is_routed for run in runs)
             compiled = all(run.driver.loop.is_compiled for run in runs)
-            found = self._runner.step_together(parts, hidden, routed, compiled)
-        rows = sum(len(tokens) for _, tokens in parts)
-        self._count(rows, sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in parts))
-        return found
+            outputs = self._runner.step_together(inputs, hidden, routed, compiled)
+        rows = sum(len(tokens) for _, tokens in inputs)
+        self._count(rows, sum(len(tokens) * (cache.total_tokens + 1) for cache, tokens in inputs))
+        return outputs
 
     def _count(self, rows: int, slots: int) -> None:
         self.counts.steps += 1
@@ -365,11 +365,11 @@ class Scheduler:
         if run is None:
             return False
         self.counts.pieces += 1
-        begun, before = time.perf_counter(), run.driver.loop.fed
+        begun, fed_columns = time.perf_counter(), run.driver.loop.fed
         self._advance(run, None)
         if run.forward is not None and run.is_reading:  # its last piece
             self._advance(run, None)
-        tokens, seconds = run.driver.loop.fed - before, self._seconds_since(begun)
+        tokens, seconds = run.driver.loop.fed - fed_columns, self._seconds_since(begun)
         self._reading_s -= seconds
         if tokens >= _SMALLEST_PIECE // 2:
             self._token_s = seconds / tokens
@@ -381,8 +381,8 @@ class Scheduler:
             return self._piece_tokens
         if self._reads_first or not any(run.decodes for run in self._runs):
             return _LARGEST_PIECE
-        most = int(self._reading_s / self._token_s) if self._token_s else 0
-        return min(max(_SMALLEST_PIECE, most), _LARGEST_PIECE)
+        tokens = int(self._reading_s / self._token_s) if self._token_s else 0
+        return min(max(_SMALLEST_PIECE, tokens), _LARGEST_PIECE)
 
     # When memory is out.
 
