@@ -126,10 +126,8 @@ def _check_source(model: PreTrainedModel, named_inputs: dict[str, Any]) -> None:
         return
     if "inputs_embeds" not in forward_parameters(encoder):
         raise OptionError(f"the encoder of {type(model).__name__} takes no inputs_embeds: give {name}")
-    width, shape = (
-        getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1],
-        named_inputs["inputs_embeds"].shape,
-    )
+    width = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1]
+    shape = named_inputs["inputs_embeds"].shape
     if width not in (0, shape[-1]):
         raise InputError(
             f"inputs_embeds have shape {list(shape)}, but the encoder of {type(model).__name__} reads [rows, columns, "

@@ -84,10 +84,8 @@ def read_grammar(
     constraints = read_constraints(call, len(prompt.ids))
     if constraints is None:
         return None
-    parameter, vocabulary = (
-        next(constraint.said for constraint in constraints if constraint is not None),
-        vocabulary_of(model),
-    )
+    parameter = next(constraint.said for constraint in constraints if constraint is not None)
+    vocabulary = vocabulary_of(model)
     if vocabulary is None:
         raise OptionError(f"{parameter} needs to know how many tokens {type(model).__name__} has scores for")
     leave_out_own_settings(call, config, parameter)

@@ -259,11 +259,8 @@ class Grammar(LogitsProcessor):
 
 def _common(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
     """How many tokens two texts have in common."""
-    differs = (
-        number
-        for number, (token, other_token) in enumerate(zip(tokens, other_tokens, strict=False))
-        if token != other_token
-    )
+    pairs = zip(tokens, other_tokens, strict=False)
+    differs = (number for number, (token, other_token) in enumerate(pairs) if token != other_token)
     return next(differs, min(len(tokens), len(other_tokens)))
 
 

@@ -109,11 +109,8 @@ def read_request(
     inputs = prompt.model_kwargs if source is None else {}
     if guidance is None:
         prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
-    total = (
-        cached_columns
-        + prompt.columns_without_ids
-        + _read_length(model, arguments, prompt, source, call.stopping_criteria)
-    )
+    length = _read_length(model, arguments, prompt, source, call.stopping_criteria)
+    total = cached_columns + prompt.columns_without_ids + length
     check_length(mask.shape[1], total)
     lengths = Lengths(cached_columns, prompt.columns_without_ids, mask.shape[1], total - mask.shape[1])
     if source is not None:  # other models need positions for the tokens that their cache shows

@@ -36,9 +36,8 @@ class Translator:
         return torch.tensor([tokens or [begin]], device=ids.device)
 
     def _to_model(self, ids: torch.Tensor, draft_ids: torch.Tensor, known_tokens: int) -> torch.Tensor:
-        known_text, text = (
-            _text(self._draft_tokenizer, row) for row in (draft_ids[0, :known_tokens].tolist(), draft_ids[0].tolist())
-        )
+        row = draft_ids[0].tolist()
+        known_text, text = _text(self._draft_tokenizer, row[:known_tokens]), _text(self._draft_tokenizer, row)
         if not text.startswith(known_text):  # half a character has become a whole one
             return ids[:, :0]
         context = self._all(ids)[-_CONTEXT:]
