@@ -76,11 +76,11 @@ class CompiledLayer:
         self.call = self.returned = self._open = None
         if len(open_cache.calls) != 1 or open_cache.is_used_otherwise:
             return False
-        [known] = open_cache.calls
+        [attention_call] = open_cache.calls
         mask, self.mask_place = _named_mask(self._own_forward, args, kwargs)
-        if known.mask is not mask:
+        if attention_call.mask is not mask:
             return False
-        self._attention = known.attention
+        self._attention = attention_call.attention
         args, kwargs = _exchanged(args, kwargs, handle, Place.CACHE)
         self.step_call = _with(args, kwargs, self.mask_place, Place.MASK)
         step = LayerStep(self.module, self.step_call)
@@ -115,17 +115,17 @@ class CompiledLayer:
 
     def _present_weights(self) -> Iterator[torch.Tensor]:
         for module in self.module.modules():
-            for kept in (parameters_of(module), buffers_of(module)):
-                yield from (tensor for tensor in kept.values() if tensor is not None)
+            for tensors in (parameters_of(module), buffers_of(module)):
+                yield from (tensor for tensor in tensors.values() if tensor is not None)
 
     def inputs_of(self, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Any]:
         """The tensors of a call, and its mask. Raises `OtherInputs` for tensors that the code cannot take."""
-        mask, place = None, self.mask_place
-        if isinstance(place, str):
-            mask = kwargs.get(place)
-            kwargs = {name: one for name, one in kwargs.items() if name != place}
-        elif place is not None and place < len(args):
-            mask, args = args[place], (*args[:place], *args[place + 1 :])
+        mask, position = None, self.mask_place
+        if isinstance(position, str):
+            mask = kwargs.get(position)
+            kwargs = {name: value for name, value in kwargs.items() if name != position}
+        elif position is not None and position < len(args):
+            mask, args = args[position], (*args[:position], *args[position + 1 :])
         inputs = list(tensors_of((*args, *kwargs.values())))
         if not have_shapes(inputs, self._inputs, open_size(inputs[0])[1]):
             raise OtherInputs
@@ -154,13 +154,13 @@ class CompiledLayer:
             inputs, _ = self.inputs_of(args, kwargs)
             cache = OpenCache(handle, self.index)
             result = cache.watch(self._own_forward, *_exchanged(args, kwargs, handle, cache))
-            [known] = cache.calls
+            [attention_call] = cache.calls
             self._result = None if isinstance(result, torch.Tensor) else tree_flatten(result)
-            given: list[torch.Tensor] = []
-            out = _present(self.compute(inputs, partial(_repeated, known, given)))
+            attention_inputs: list[torch.Tensor] = []
+            out = _present(self.compute(inputs, partial(_repeated, attention_call, attention_inputs)))
             expected = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            pairs = zip([*out, *given], [*expected, *known.inputs], strict=True)
-            errors.append(max(_difference(one, other) for one, other in pairs))
+            pairs = zip([*out, *attention_inputs], [*expected, *attention_call.inputs], strict=True)
+            errors.append(max(_difference(actual, reference) for actual, reference in pairs))
             return result
 
         return self._in_this_thread(forward)
@@ -170,8 +170,8 @@ class CompiledLayer:
         thread = threading.get_ident()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            own = threading.get_ident() != thread
-            return (self._own_forward if own else compute)(*args, **kwargs)
+            is_other_thread = threading.get_ident() != thread
+            return (self._own_forward if is_other_thread else compute)(*args, **kwargs)
 
         return forward
 
@@ -185,23 +185,23 @@ def attentions_with(handle: Any) -> Attentions:
     return attentions
 
 
-def _repeated(known: AttentionCall, given: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
-    """What attention has found before. given: takes the tensors of this call."""
-    given += [one.clone() for one in inputs]
-    return known.found
+def _repeated(attention_call: AttentionCall, received: list[torch.Tensor], *inputs: torch.Tensor) -> torch.Tensor:
+    """What attention has found before. received: takes the tensors of this call."""
+    received += [tensor.clone() for tensor in inputs]
+    return attention_call.found
 
 
-def _exchanged(args: Any, kwargs: Any, one: Any, other: Any) -> Call:
-    """The arguments with `other` in place of `one`."""
-    return (tuple(other if value is one else value for value in args),
-            {name: other if value is one else value for name, value in kwargs.items()})  # fmt: skip
+def _exchanged(args: Any, kwargs: Any, replaced: Any, replacement: Any) -> Call:
+    """The arguments with `replacement` in place of `replaced`."""
+    return (tuple(replacement if value is replaced else value for value in args),
+            {name: replacement if value is replaced else value for name, value in kwargs.items()})  # fmt: skip
 
 
-def _with(args: Any, kwargs: Any, place: int | str | None, value: Any) -> Call:
+def _with(args: Any, kwargs: Any, key: int | str | None, value: Any) -> Call:
     """The arguments with `value` at this place."""
-    if isinstance(place, str):
-        return args, {**kwargs, place: value}
-    return tuple(value if position == place else one for position, one in enumerate(args)), kwargs
+    if isinstance(key, str):
+        return args, {**kwargs, key: value}
+    return tuple(value if position == key else argument for position, argument in enumerate(args)), kwargs
 
 
 def _named_mask(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, int | str | None]:
@@ -215,15 +215,16 @@ def _named_mask(forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[An
 
 def _present(results: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
     """The tensors among the results of a package, which has None where a layer returns None."""
-    return [one for one in results if one is not None]
+    return [result for result in results if result is not None]
 
 
 def _filled(result: tuple[list[Any], Any], tensors: list[torch.Tensor]) -> Any:
     """A flattened result of a layer, with other tensors."""
-    given = iter(tensors)
-    return tree_unflatten([next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in result[0]], result[1])
+    inner, spec = result
+    values = iter(tensors)
+    return tree_unflatten([next(values) if isinstance(leaf, torch.Tensor) else leaf for leaf in inner], spec)
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+def _difference(tensor: torch.Tensor, reference: torch.Tensor) -> float:
     """The relative difference of two tensors; NaN where they are not numbers."""
-    return float((one.double() - other.double()).norm() / other.double().norm().clamp_min(1e-30))
+    return float((tensor.double() - reference.double()).norm() / reference.double().norm().clamp_min(1e-30))

@@ -22,8 +22,8 @@ def compiled(step: Callable[..., ModelOutput], backend: str) -> Callable[..., Mo
     """`step` compiled as one graph per number of rows and size of a cache. backend: of `torch.compile`."""
     # More graphs than torch expects of one function.
     limits: dict[str, Any] = {"isolate_recompiles": True, "recompile_limit": 64}
-    known = inspect.signature(torch.compile).parameters  # both are missing in older releases
-    limits = {name: value for name, value in limits.items() if name in known}
+    parameters = inspect.signature(torch.compile).parameters  # both are missing in older releases
+    limits = {name: value for name, value in limits.items() if name in parameters}
     return torch.compile(step, backend=backend, fullgraph=True, dynamic=False, **limits)
 
 
@@ -40,6 +40,6 @@ def first_reason(error: Exception) -> str:
     """What could not be traced and where, from the lines of torch's error."""
     lines = str(error).splitlines() or [type(error).__name__]
     context = [line.partition("context: ")[2] for line in lines if "Developer debug context: " in line]
-    places = re.findall(r'File ".*/(.*)", (line \d+, in \w+)', str(error))
-    where = [", ".join(places[-1])] if places else []
-    return "; ".join(part.rstrip(".") for part in [lines[0], *context[:1], *where] if part)
+    frames = re.findall(r'File ".*/(.*)", (line \d+, in \w+)', str(error))
+    where = [", ".join(frames[-1])] if frames else []
+    return "; ".join(reason.rstrip(".") for reason in [lines[0], *context[:1], *where] if reason)

@@ -101,10 +101,10 @@ class OpenCache:
         self.is_used_otherwise = False
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, number: int, *others: Any
+        self, key: torch.Tensor, value: torch.Tensor, number: int, *arguments: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As of transformers' caches."""
-        if self._new is not None or number != self._number or any(one is not None for one in others):
+        if self._new is not None or number != self._number or any(argument is not None for argument in arguments):
             raise _unknown_attention()
         self._new = key, value
         return key, value
@@ -133,14 +133,14 @@ class OpenCache:
             return function(module, *inputs, **options)
         self._new = None
         attention = LayerAttention(self._number, function, module, options)
-        found = attention.compute(self._handle, mask, query, key, value)
+        output = attention.compute(self._handle, mask, query, key, value)
         # A layer passes on arguments that the function does not read, tensors of one step among them.
-        others = {name for name, one in options.items() if not isinstance(one, PLAIN)}
-        self.is_used_otherwise |= any(_reads(function, name) for name in others)
-        read = {name: one for name, one in options.items() if name not in others}
-        attention = attention._replace(options=read, is_plain=is_plain(function, read))
-        self.calls.append(AttentionCall(attention, mask, (query, key, value), found))
-        return found, None
+        tensor_options = {name for name, option in options.items() if not isinstance(option, PLAIN)}
+        self.is_used_otherwise |= any(_reads(function, name) for name in tensor_options)
+        read_options = {name: option for name, option in options.items() if name not in tensor_options}
+        attention = attention._replace(options=read_options, is_plain=is_plain(function, read_options))
+        self.calls.append(AttentionCall(attention, mask, (query, key, value), output))
+        return output, None
 
 
 def _unknown_attention() -> OptionError:
@@ -156,7 +156,7 @@ def _reads(function: Function, option: str) -> bool:
 class TracedCache:
     """A cache while a layer is traced: `update` returns what it is given. The operator takes the place of attention."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: torch.Tensor, value: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return key, value
 
     def trace(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -225,9 +225,9 @@ def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], c
     except RuntimeError as error:
         # A signal's handler may raise on entry to `_attention`: only its name and text are left.
         name, _, text = str(error).partition(": ")
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, BaseException) and error is not _running.error:
-            raise kind(text) from error
+        error_class = getattr(builtins, name, None)
+        if isinstance(error_class, type) and issubclass(error_class, BaseException) and error is not _running.error:
+            raise error_class(text) from error
         raise
     finally:
         _running.compute = _running.error = None

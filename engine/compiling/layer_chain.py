@@ -58,8 +58,8 @@ class LayerChain:
 class _Joined:
     """A function in place of a layer, with the attributes of `first`."""
 
-    def __init__(self, first: nn.Module, compute: Callable[..., torch.Tensor]):
-        self._first, self._compute = first, compute
+    def __init__(self, first_layer: nn.Module, compute: Callable[..., torch.Tensor]):
+        self._first, self._compute = first_layer, compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._compute(*args, **kwargs)
@@ -73,13 +73,13 @@ def are_chained(calls: Sequence[tuple[Call, Any]]) -> bool:
 
     calls: each layer's arguments and what it returned.
     """
-    (first, spec), *others = [tree_flatten((args[1:], kwargs)) for (args, kwargs), _ in calls]
+    (first_values, spec), *later_calls = [tree_flatten((args[1:], kwargs)) for (args, kwargs), _ in calls]
     return (
         all(isinstance(result, torch.Tensor) for _, result in calls)
         and all(args and args[0] is result for ((args, _), _), (_, result) in zip(calls[1:], calls, strict=False))
-        and all(own == spec and all(map(_is_same, values, first)) for values, own in others)
+        and all(call_spec == spec and all(map(_is_same, values, first_values)) for values, call_spec in later_calls)
     )
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (not isinstance(one, torch.Tensor) and one == other)
+def _is_same(value: Any, expected: Any) -> bool:
+    return value is expected or (not isinstance(value, torch.Tensor) and value == expected)

@@ -59,7 +59,7 @@ class LayerPackages:
 
     def __len__(self) -> int:
         """How many sets of compiled layers are in use."""
-        return sum(one.phase in ("join", "use") for one in self._sets.values())
+        return sum(layer_set.phase in ("join", "use") for layer_set in self._sets.values())
 
     def clear(self) -> None:
         self._sets.clear()
@@ -67,12 +67,12 @@ class LayerPackages:
     def retry(self) -> None:
         """Build packages that could not be built before, also in other processes."""
         self._retries = True
-        self._sets = {key: one for key, one in self._sets.items() if one.phase != "refused"}
+        self._sets = {key: layer_set for key, layer_set in self._sets.items() if layer_set.phase != "refused"}
 
     def wait(self) -> None:
         """Wait for the processes that build packages."""
-        for one in list(self._sets.values()):
-            one.wait()
+        for layer_set in list(self._sets.values()):
+            layer_set.wait()
 
     def next_step(
         self, cache: Any, inputs: dict[str, Any], rows: int, tokens: int
@@ -80,34 +80,34 @@ class LayerPackages:
         """What computes the next step in place of the model; None for the model itself. tokens: of each row."""
         if cache.handle is None or cache.total_tokens == 0 or tokens > (_MOST_TOKENS if rows == 1 else 1):
             return None
-        attention, why = attn_implementation(self._config), None
+        attention, reason = attn_implementation(self._config), None
         if rows > _MOST_ROWS:
-            why = f"for more than {_MOST_ROWS} rows it gains nothing"
+            reason = f"for more than {_MOST_ROWS} rows it gains nothing"
         elif torch.is_autocast_enabled("cpu"):
-            why = "autocast chooses data types as it goes"
+            reason = "autocast chooses data types as it goes"
         elif attention not in _ATTENTIONS:
-            why = f"attn_implementation={attention!r}"
+            reason = f"attn_implementation={attention!r}"
         elif any(map(inputs.get, _RECORDED)):
-            why = "a step returns what its layers record"
+            reason = "a step returns what its layers record"
         elif "input_ids" not in inputs:
-            why = "a step has no input_ids"
-        if why is not None:
-            self.state = f"off: {why}"
+            reason = "a step has no input_ids"
+        if reason is not None:
+            self.state = f"off: {reason}"
             return None
         key = rows_like(rows), rows_like(tokens), torch.get_num_threads(), attention
         if key not in self._sets:
             self._sets[key] = _Set(self.model, self.linears, self._retries)
-        found = self._sets[key]
-        computes = found.advance()
-        self.state = found.state
-        return partial(found.compute, cache.handle) if computes else None
+        layer_set = self._sets[key]
+        computes = layer_set.advance()
+        self.state = layer_set.state
+        return partial(layer_set.compute, cache.handle) if computes else None
 
     def begin_run(self) -> None:
         """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
         than some steps. What changes in the middle of a run takes part from the next run on."""
         self.state, self._config = _NO_STEP, _text_config_of(self.model)
-        for one in self._sets.values():
-            one.is_checked = False
+        for layer_set in self._sets.values():
+            layer_set.is_checked = False
 
 
 class ComputeAgain(Exception):
@@ -218,22 +218,22 @@ class _Set:
 
     def _try_chain(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
         """Compute compiled layers one by one, then as one call with the same results of attention: are they equal?"""
-        found: dict[CompiledLayer, torch.Tensor] = {}
+        results: dict[CompiledLayer, torch.Tensor] = {}
 
-        def kept(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+        def recording(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
             [layer] = layers
 
-            def compute(*new: torch.Tensor) -> torch.Tensor:
-                result = layer.known_attention.compute(handle, mask, *new)
-                found[layer] = result.clone()  # the code may write other values there
+            def compute(*tensors: torch.Tensor) -> torch.Tensor:
+                result = layer.known_attention.compute(handle, mask, *tensors)
+                results[layer] = result.clone()  # the code may write other values there
                 return result
 
             return [compute]
 
         def repeated(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
-            return [lambda *new, layer=layer: found[layer] for layer in layers]
+            return [lambda *tensors, layer=layer: results[layer] for layer in layers]
 
-        outputs = self._with_forwards(inputs, {layer: layer.computing(kept) for layer in self._layers})
+        outputs = self._with_forwards(inputs, {layer: layer.computing(recording) for layer in self._layers})
         if self._can_be_chained and not self._calls_hooks(self._model.modules()):  # they would be called twice
             try:
                 chained = self._chained(inputs, repeated).logits
@@ -263,10 +263,10 @@ class _Set:
     def _has_its_layers(self) -> bool:
         """Whether the model has the same layers, with their weights where compiled code reads them."""
         owner, name = self._place
-        modules = [module for child, one in owner.named_children() if child == name for module in one.modules()]
-        same = len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
-        same = same and self._recorded == _constants_of(modules)
-        return same and all(layer.has_its_weights for layer in self._layers)
+        modules = [module for path, child in owner.named_children() if path == name for module in child.modules()]
+        is_same = len(modules) == len(self._modules) and all(map(operator.is_, modules, self._modules))
+        is_same = is_same and self._recorded == _constants_of(modules)
+        return is_same and all(layer.has_its_weights for layer in self._layers)
 
     def _check_hooks(self) -> None:
         """Look for hooks, replaced forwards and training within the layers, which compiled code leaves out."""
@@ -278,7 +278,7 @@ class _Set:
 
     def _calls_hooks(self, modules: Iterable[nn.Module]) -> bool:
         """Whether they have hooks but transformers' own, which record outputs, in steps that are not compiled."""
-        hooks = (hook for module in modules for kind in hooks_of(module) for hook in kind.values())
+        hooks = (hook for module in modules for table in hooks_of(module) for hook in table.values())
         return not all(map(records_outputs, hooks))
 
     def wait(self) -> None:
@@ -286,30 +286,32 @@ class _Set:
         if self.phase == "wait" and self._builder is not None:
             self._builder.wait()
 
-    def _refuse(self, why: str) -> None:
-        self.phase, self.state, self._layers = "refused", f"off: {why}", []
-        warn_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {why}")
+    def _refuse(self, reason: str) -> None:
+        self.phase, self.state, self._layers = "refused", f"off: {reason}", []
+        warn_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {reason}")
 
     def _with_forwards(self, inputs: dict[str, Any], forwards: dict[CompiledLayer, Callable[..., Any]]) -> ModelOutput:
-        before = {layer: vars(layer.module).get("forward") for layer in forwards}
+        previous = {layer: vars(layer.module).get("forward") for layer in forwards}
         try:
             for layer, forward in forwards.items():
                 vars(layer.module)["forward"] = forward
             return self._model(**inputs)
         finally:
-            for layer, own in before.items():
+            for layer, previous_forward in previous.items():
                 vars(layer.module).pop("forward", None)
-                if own is not None:
-                    vars(layer.module)["forward"] = own
+                if previous_forward is not None:
+                    vars(layer.module)["forward"] = previous_forward
 
     def _record(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
         lists = {path: child for path, child in self._model.named_modules()
                  if isinstance(child, nn.ModuleList) and len(child) == len(handle.layers)}  # fmt: skip
-        layers = {path: list(map(CompiledLayer, one, range(len(one)))) for path, one in lists.items()}
-        forwards = {layer: layer.recording(handle) for one in layers.values() for layer in one}
+        layers = {path: list(map(CompiledLayer, modules, range(len(modules)))) for path, modules in lists.items()}
+        forwards = {layer: layer.recording(handle) for compiled in layers.values() for layer in compiled}
         outputs = self._with_forwards(inputs, forwards)
-        path = next((path for path, one in layers.items() if all(layer.call is not None for layer in one)), None)
+        path = next(
+            (path for path, compiled in layers.items() if all(layer.call is not None for layer in compiled)), None
+        )
         if path is None:
             self._refuse("its layers are not called once per step")
             raise ComputeAgain
@@ -322,14 +324,14 @@ class _Set:
         can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
         try:  # a layer of another kind keeps its own forward
             self._layers = [
-                one for one in called if one.bind(handle, lambda step: package_of(step, attention, self._linears))
+                layer for layer in called if layer.bind(handle, lambda step: package_of(step, attention, self._linears))
             ]
         except (OptionError, OSError) as error:
             self._refuse(str(error))
             raise ComputeAgain from error
         # A chain is given one mask: layers that look back differently share one, None, only while texts are short.
-        kinds = {(one.layer_type, one.attention_span) for one in read_specs(self._model.config)}
-        self._can_be_chained = can_be_chained and len(self._layers) == len(called) and len(kinds) == 1
+        layer_types = {(spec.layer_type, spec.attention_span) for spec in read_specs(self._model.config)}
+        self._can_be_chained = can_be_chained and len(self._layers) == len(called) and len(layer_types) == 1
         self._can_be_chained &= len({layer.mask_place for layer in self._layers}) == 1
         if not self._layers:
             self._refuse("none of its layers attends to the cache alone")
@@ -384,8 +386,8 @@ def _why(error: Exception) -> str:
 
 def _constants_of(modules: Iterable[nn.Module]) -> list[Any]:
     """The attention of all, and the code and the plain attributes of each."""
-    each = [(one.__class__.forward, plain_attributes(one) | {"training": False}) for one in modules]
-    return [ALL_ATTENTION_FUNCTIONS["sdpa"], *each]
+    per_module = [(module.__class__.forward, plain_attributes(module) | {"training": False}) for module in modules]
+    return [ALL_ATTENTION_FUNCTIONS["sdpa"], *per_module]
 
 
 def _text_config_of(model: PreTrainedModel) -> PreTrainedConfig:

@@ -56,21 +56,21 @@ class LayerStep(nn.Module):
 
     def forward(self, inputs: list[torch.Tensor]) -> Any:
         """inputs: the tensors of the call, contiguous."""
-        given, cache = iter(inputs), TracedCache()
-        places = {Place.CACHE: cache, Place.MASK: inputs[0].new_zeros(1, 1, 1, 1)}  # a mask is attention's alone
-        values = [next(given) if isinstance(value, torch.Tensor) else
-                  places[value] if isinstance(value, Place) else value for value in self._values]  # fmt: skip
+        tensors, cache = iter(inputs), TracedCache()
+        replacements = {Place.CACHE: cache, Place.MASK: inputs[0].new_zeros(1, 1, 1, 1)}  # a mask is attention's alone
+        values = [next(tensors) if isinstance(value, torch.Tensor) else
+                  replacements[value] if isinstance(value, Place) else value for value in self._values]  # fmt: skip
         args, kwargs = tree_unflatten(values, self._spec)
         return cache.trace(self.layer, args, kwargs)
 
     @property
     def shapes(self) -> list[Shape]:
         """Those of `inputs`."""
-        (axis, size), (least, most) = self._open, rows_like(self._open[1])
+        (axis, size), (low, high) = self._open, rows_like(self._open[1])
         return [
-            (one.dtype, [None if at == axis and known == size and least < most else known
-                         for at, known in enumerate(one.shape)])
-            for one in self.inputs
+            (tensor.dtype, [None if at == axis and length == size and low < high else length
+                         for at, length in enumerate(tensor.shape)])
+            for tensor in self.inputs
         ]  # fmt: skip
 
     def describe(self) -> list[str]:
@@ -93,8 +93,8 @@ def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], size: 
     for tensor, (dtype, sizes) in zip(tensors, shapes, strict=True):  # loops: it is called for each layer of each step
         if tensor.dtype != dtype or tensor.ndim != len(sizes):
             return False
-        for axis, known in zip(tensor.shape, sizes, strict=True):
-            if axis != (size if known is None else known):
+        for axis, length in zip(tensor.shape, sizes, strict=True):
+            if axis != (size if length is None else length):
                 return False
     return True
 
@@ -116,8 +116,8 @@ def rows_like(rows: int) -> tuple[int, int]:
 
 def dynamic_shapes(step: LayerStep) -> list[Any]:
     """The open sizes of `step` for `torch.export`."""
-    least, most = rows_like(open_size(step.inputs[0])[1])
-    dim = torch.export.Dim("rows", min=least, max=max(most, 2))
+    low, high = rows_like(open_size(step.inputs[0])[1])
+    dim = torch.export.Dim("rows", min=low, max=max(high, 2))
     return [{axis: dim for axis, size in enumerate(sizes) if size is None} for _, sizes in step.shapes]
 
 
@@ -128,28 +128,29 @@ def plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 def _settings(config: PreTrainedConfig) -> str:
     """What a layer may read from its configuration, also in its forward."""
-    said = {
+    settings = {
         name: value
         for name, value in config.to_dict().items()
         if not (name.startswith("_") or name.endswith("_token_id") or name in _OUTSIDE)
     }
-    return json.dumps(said, sort_keys=True, default=str)
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
 def _structure(layer: nn.Module) -> Iterator[str]:
     """The layer's modules with their attributes, configurations and code, and its tensors without their values."""
-    configs = {id(one): one for module in layer.modules() if (one := vars(module).get("config")) is not None}
-    yield from (_settings(one) for one in configs.values() if isinstance(one, PreTrainedConfig))
+    configs = {id(config): config for module in layer.modules() if (config := vars(module).get("config")) is not None}
+    yield from (_settings(config) for config in configs.values() if isinstance(config, PreTrainedConfig))
     for name, module in layer.named_modules():
-        kind = module.__class__
-        if not f"{kind.__module__}.".startswith(_KNOWN):
-            raise OptionError(f"its layers have modules of another library ({kind.__module__}.{kind.__qualname__})")
+        module_class = module.__class__
+        if not f"{module_class.__module__}.".startswith(_KNOWN):
+            library_class = f"{module_class.__module__}.{module_class.__qualname__}"
+            raise OptionError(f"its layers have modules of another library ({library_class})")
         if "forward" in vars(module):  # of accelerate or of the caller
-            raise OptionError(f"the forward of its layers' {name or kind.__qualname__} was replaced")
+            raise OptionError(f"the forward of its layers' {name or module_class.__qualname__} was replaced")
         if module.training:
             raise OptionError("it is in training mode")
         plain = sorted(plain_attributes(module).items(), key=str)
-        yield f"{name} {kind.__qualname__} {_code(kind.forward)} {plain}"
+        yield f"{name} {module_class.__qualname__} {_code(module_class.forward)} {plain}"
     for name, tensor in [*layer.named_parameters(remove_duplicate=False), *layer.named_buffers()]:
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.device.type != "cpu":
             raise OptionError(f"its weights are {type(tensor).__name__}s on {tensor.device}")

@@ -46,13 +46,15 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def _blank(kind: type[torch.Tensor], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Any:
+def _blank(
+    tensor_class: type[torch.Tensor], shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> Any:
     tensor = torch.empty_strided(shape, stride, dtype=dtype)
-    return nn.Parameter(tensor, requires_grad=False) if kind is nn.Parameter else tensor
+    return nn.Parameter(tensor, requires_grad=False) if tensor_class is nn.Parameter else tensor
 
 
-def _module(kind: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    module = kind.__new__(kind)
+def _module(module_class: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    module = module_class.__new__(module_class)
     module.__dict__.update(state)
     return module
 

@@ -62,9 +62,9 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
         where: dict[str, Any] = {"device_map": config.device_map}
         try:
             model_config = AutoConfig.from_pretrained(model, **trust)
-            kind = auto_class(model_config)
+            model_class = auto_class(model_config)
         except ValueError:  # an adapter's folder has the model's name in another file
-            model_config, kind = None, AutoModelForCausalLM
+            model_config, model_class = None, AutoModelForCausalLM
         if tokenizer is None:
             with _errors_of_tokenizer(model):
                 tokenizer = _load_tokenizer(model, is_adapter=model_config is None, options=trust)
@@ -72,8 +72,10 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
             if model_config is None:
                 raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
             where = arguments_of_part(model_config, config.tp)
-        loaded, found = kind.from_pretrained(model, dtype=dtype, output_loading_info=True, **where, **trust)
-    if missing := sorted(found["missing_keys"]):
+        loaded, loading_info = model_class.from_pretrained(
+            model, dtype=dtype, output_loading_info=True, **where, **trust
+        )
+    if missing := sorted(loading_info["missing_keys"]):
         warn_once(
             f"{len(missing)} weights of the model are not in {str(model)!r} (the first is {missing[0]}): they are "
             "random, so its text is too. Does config.json belong to these weights?"
@@ -141,15 +143,15 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _what_is_expected(given: Any) -> str:
-    if isinstance(given, type):
-        what, remedy = f"the class {given.__name__}", f": load it with {given.__name__}.from_pretrained(...)"
+def _what_is_expected(model: Any) -> str:
+    if isinstance(model, type):
+        description, remedy = f"the class {model.__name__}", f": load it with {model.__name__}.from_pretrained(...)"
     else:
-        what, inner = f"a {type(given).__name__}", getattr(given, "model", None)
+        description, inner = f"a {type(model).__name__}", getattr(model, "model", None)
         remedy = ": give its .model" if isinstance(inner, PreTrainedModel) else ""
     return (
         "model has to be a transformers PreTrainedModel (also in PEFT's, torch.compile's or DistributedDataParallel's "
-        f"wrapper), a local path or hub id, but {what} was given{remedy}"
+        f"wrapper), a local path or hub id, but {description} was given{remedy}"
     )
 
 
@@ -198,10 +200,10 @@ def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
             raise
         if "trust_remote_code" in str(error):
             raise InputError(f"{str(model)!r} brings Python code of its own, {remedy}") from error
-        why = first_line(error) if isinstance(error, _IN_WORDS) else in_words(error)
-        if "ignore_mismatched_sizes" in why:
-            why = "its weights have other shapes than its config.json says"
-        raise InputError(f"no model could be loaded from {str(model)!r}: {why}") from error
+        reason = first_line(error) if isinstance(error, _IN_WORDS) else in_words(error)
+        if "ignore_mismatched_sizes" in reason:
+            reason = "its weights have other shapes than its config.json says"
+        raise InputError(f"no model could be loaded from {str(model)!r}: {reason}") from error
 
 
 @contextmanager
@@ -213,8 +215,8 @@ def _errors_of_tokenizer(model: str | Path) -> Iterator[None]:
         if is_out_of_memory(error) or "trust_remote_code" in str(error):
             raise
         missing = "backend tokenizer" in str(error)  # transformers then lists all ways that it has tried
-        why = "its files are missing, or need sentencepiece or tiktoken" if missing else in_words(error)
+        reason = "its files are missing, or need sentencepiece or tiktoken" if missing else in_words(error)
         raise InputError(
-            f"{str(model)!r} has no tokenizer that can be loaded ({why}): give one, Generator(path, tokenizer) or "
+            f"{str(model)!r} has no tokenizer that can be loaded ({reason}): give one, Generator(path, tokenizer) or "
             "generate(..., tokenizer=...), or save one there with tokenizer.save_pretrained(...)"
         ) from error

@@ -98,13 +98,13 @@ def _reachable(name: str) -> str:
         if isinstance(cached, str):
             return str(Path(cached).parent)
     if constants.HF_HUB_OFFLINE:
-        why, remedy = "HF_HUB_OFFLINE=1 forbids to fetch it", "unset HF_HUB_OFFLINE"
+        reason, remedy = "HF_HUB_OFFLINE=1 forbids to fetch it", "unset HF_HUB_OFFLINE"
     else:
-        why = f"{urlsplit(constants.ENDPOINT).netloc} cannot be reached"
+        reason = f"{urlsplit(constants.ENDPOINT).netloc} cannot be reached"
         remedy = "try again with a network (HF_ENDPOINT names another hub)"
     raise InputError(
         f"{name!r} is no folder here, it is not in the hub's local cache ({constants.HF_HUB_CACHE}; HF_HOME moves it), "
-        f"and {why}: give the path of a folder with a model, or {remedy}"
+        f"and {reason}: give the path of a folder with a model, or {remedy}"
     )
 
 

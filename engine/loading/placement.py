@@ -36,10 +36,10 @@ def check_here(device_map: str) -> None:
     """Raise `OptionError` unless `device_map` is a map of accelerate or a device of this machine."""
     if device_map in _SPREADS:
         return
-    device, found = read_device(device_map), ["cpu"]
+    device, devices = read_device(device_map), ["cpu"]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is not None:
-        found += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
-    wanted = device.type if device.index is None or device.type == "cpu" else str(device)
-    if device.type != "meta" and wanted not in found and f"{wanted}:0" not in found:
-        raise OptionError(f"there is no device {device_map!r} here: torch finds {', '.join(found)}")
+        devices += [f"{accelerator.type}:{index}" for index in range(torch.accelerator.device_count())]
+    name = device.type if device.index is None or device.type == "cpu" else str(device)
+    if device.type != "meta" and name not in devices and f"{name}:0" not in devices:
+        raise OptionError(f"there is no device {device_map!r} here: torch finds {', '.join(devices)}")

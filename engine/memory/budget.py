@@ -26,8 +26,8 @@ _logger = logging.getLogger("engine")
 class Budget:
     """most: bytes on the device, None without limit. action: `over_budget`. taken: the list to which it is added."""
 
-    def __init__(self, most: int | None, action: str, taken: list[Fallback]):
-        self._most, self._action, self._taken, self._has_acted = most, action, taken, False
+    def __init__(self, max_bytes: int | None, action: str, fallbacks: list[Fallback]):
+        self._most, self._action, self._taken, self._has_acted = max_bytes, action, fallbacks, False
         self._chosen: tuple[CacheConfig, RunShape, PreTrainedModel] | None = None
 
     def fitted(self, config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> CacheConfig:
@@ -35,30 +35,32 @@ class Budget:
         self._chosen = config, run_shape, model
         if self._most is None or config.keeps_nothing:
             return config
-        first = replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
+        begin_shape = (
+            replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
+        )
         device = prompt_device(model).type
         try:
-            needed = _device_bytes(config, first, model)
+            needed = _device_bytes(config, begin_shape, model)
         except InputError as error:  # the run itself shows what the cache takes
             _logger.info("max_cache_bytes is checked while the run goes on: %s", error)
             return config
         if needed <= self._most:
             return config
-        why = (
-            f"the {config.name} cache needs {needed:,} bytes for {first.rows} rows of {first.kept} tokens, and "
-            f"max_cache_bytes={self._most:,}"
+        message = (
+            f"the {config.name} cache needs {needed:,} bytes for {begin_shape.rows} rows of {begin_shape.kept} tokens, "
+            f"and max_cache_bytes={self._most:,}"
         )
         if self._action == "error":
-            raise CapacityError(f"{why}: ask for fewer tokens or rows, raise it, or set over_budget='offload'")
-        other = self._other(config, device, needed / first.kept)
-        if other is None:
-            raise CapacityError(f"{why}; over_budget={self._action!r} has no remedy for it: choose another cache")
+            raise CapacityError(f"{message}: ask for fewer tokens or rows, raise it, or set over_budget='offload'")
+        smaller = self._other(config, device, needed / begin_shape.kept)
+        if smaller is None:
+            raise CapacityError(f"{message}; over_budget={self._action!r} has no remedy for it: choose another cache")
         self._has_acted = True
-        self._chosen = other, run_shape, model
-        what = f"the run begins with {other.name}, {other.to_dict(use_diff=True)}"
-        self._taken.append(Fallback(self._action, what, 0, 0, 0))
-        _logger.warning("%s; %s", why, what)
-        return other
+        self._chosen = smaller, run_shape, model
+        description = f"the run begins with {smaller.name}, {smaller.to_dict(use_diff=True)}"
+        self._taken.append(Fallback(self._action, description, 0, 0, 0))
+        _logger.warning("%s; %s", message, description)
+        return smaller
 
     def planned_bytes(self) -> int:
         """Bytes on the device that the cache takes at most, as planned; 0 for one that was given, or without a plan."""
@@ -85,35 +87,35 @@ class Budget:
         needed = cache.device_bytes + cache.growth(tokens)
         if needed <= self._most:
             return
-        why = (
+        message = (
             f"the {cache.name} cache needs {needed:,} bytes for {cache.total_tokens + tokens} tokens per row, and "
             f"max_cache_bytes={self._most:,}"
         )
         if self._action == "error" or self._has_acted:
-            raise Exhausted(f"{why}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
+            raise Exhausted(f"{message}; over_budget={self._action!r}" + (" was not enough" if self._has_acted else ""))
         tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
         try:
             if self._action == "offload":
-                what = session.executor.offload()
+                description = session.executor.offload()
             else:
                 window = int(self._most / (bytes_before / tokens_before) / _WINDOW_ROOM)
                 session.executor.impose_window(window)
-                what = f"the cache goes on with a window of {window} tokens, which changes what is generated"
+                description = f"the cache goes on with a window of {window} tokens, which changes what is generated"
         except (CacheError, ConfigError) as error:
-            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: {error}") from None
-        if what is None:
-            raise Exhausted(f"{why}; over_budget={self._action!r} is not possible: it is offloaded already")
+            raise Exhausted(f"{message}; over_budget={self._action!r} is not possible: {error}") from None
+        if description is None:
+            raise Exhausted(f"{message}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._has_acted = True  # where memory was out instead, a later call can act
-        self._taken.append(Fallback(self._action, what, tokens_before, bytes_before, session.cache.device_bytes))
-        _logger.warning("%s; %s", why, self._taken[-1])
+        self._taken.append(Fallback(self._action, description, tokens_before, bytes_before, session.cache.device_bytes))
+        _logger.warning("%s; %s", message, self._taken[-1])
 
 
 def _device_bytes(config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> int:
     """Bytes on the device that computes, at most. Raises `InputError` for a model that cannot be planned."""
     device = prompt_device(model).type
     footprint = inspect_model(config_of_rank(model), model.dtype, type(model))
-    places = dry_run(footprint, config, run_shape, pinned=device != "cpu").most.by_place
-    return sum(size for place, size in places.items() if place != "disk" and (device == "cpu" or place != "host"))
+    by_tier = dry_run(footprint, config, run_shape, pinned=device != "cpu").most.by_place
+    return sum(size for tier, size in by_tier.items() if tier != "disk" and (device == "cpu" or tier != "host"))
 
 
 _WINDOW_ROOM = 1.25  # a window's buffers are somewhat longer than the window

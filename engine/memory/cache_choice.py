@@ -94,9 +94,9 @@ def _said(model: PreTrainedModel, call: Call, name: str, value: Any) -> Any:
     return _one_of(**{name: value, f"generation_config.{name}": in_config})
 
 
-def _one_of(**given: Any) -> Any:
+def _one_of(**choices: Any) -> Any:
     """The one argument that is not None. Raises `OptionError` when there are several."""
-    named = {name: value for name, value in given.items() if value is not None}
+    named = {name: value for name, value in choices.items() if value is not None}
     if len(named) > 1:
         raise OptionError(f"{' and '.join(named)} both choose the cache: leave all but one out")
     return next(iter(named.values()), None)
@@ -148,23 +148,25 @@ def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig
     try:
         recipe = caches.recipe(name)
     except caches.UnknownCacheError:
-        known = nearest(name, [*caches.names(), AUTO])
-        raise caches.UnknownCacheError(f"there is no cache named {name!r}; {known}") from None
+        suggestion = nearest(name, [*caches.names(), AUTO])
+        raise caches.UnknownCacheError(f"there is no cache named {name!r}; {suggestion}") from None
     values = {} if isinstance(chosen, str) else chosen.to_dict()
     return recipe.options.from_dict(values | dict(options or {}))
 
 
 def _check_size(config: CacheConfig, size: int | None) -> None:
     """Raise `OptionError` where the call's `max_cache_len` does not apply to this cache."""
-    part = config.parts[0]
-    own = part.to_dict().get("max_cache_len")
-    if size is not None and not part.needs_size:
+    self_config = config.parts[0]
+    config_size = self_config.to_dict().get("max_cache_len")
+    if size is not None and not self_config.needs_size:
         raise OptionError(
-            f"max_cache_len={size} cannot apply: cache={part.name!r} needs no size. Leave it out, or give "
+            f"max_cache_len={size} cannot apply: cache={self_config.name!r} needs no size. Leave it out, or give "
             "cache='static'"
         )
-    if size is not None and own not in (None, size):
-        raise OptionError(f"max_cache_len={size} contradicts max_cache_len={own} of the cache: leave one of them out")
+    if size is not None and config_size not in (None, size):
+        raise OptionError(
+            f"max_cache_len={size} contradicts max_cache_len={config_size} of the cache: leave one of them out"
+        )
 
 
 def _planned(model: PreTrainedModel, request: Request, compiled: bool) -> CacheConfig:

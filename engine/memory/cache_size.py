@@ -35,8 +35,8 @@ def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
         config = replace(config, self_cache=_sized(config.self_cache, run_shape))
     if not config.needs_size or config.to_dict()["max_cache_len"] is not None:
         return config
-    wanted = max(run_shape.kept + 1, run_shape.max_cache_len or 0)
-    if wanted > _MOST_AT_ONCE:
+    size = max(run_shape.kept + 1, run_shape.max_cache_len or 0)
+    if size > _MOST_AT_ONCE:
         raise CapacityError(
             f"cache={config.name!r} makes room for all tokens before the first one, and {run_shape.prompt_tokens:,} of "
             f"the prompt and {counted(run_shape.new_tokens, 'new one')} are more than the {_MOST_AT_ONCE:,} per row "
@@ -44,7 +44,7 @@ def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:
             "cache='dynamic' or 'sink'"
         )
     # A compiled step is compiled for a size: calls of similar length share one.
-    return config.update(max_cache_len=-(-wanted // _SIZE_STEP) * _SIZE_STEP)[0]
+    return config.update(max_cache_len=-(-size // _SIZE_STEP) * _SIZE_STEP)[0]
 
 
 def _with_rows(choice: str | CacheConfig, rows: int) -> CacheConfig:

@@ -38,8 +38,8 @@ class UsageSample:
     by_place: dict[str, int]
     by_kind: dict[str, int]
 
-    def at(self, places: Iterable[str]) -> int:
-        return sum(self.by_place.get(place, 0) for place in places)
+    def at(self, tiers: Iterable[str]) -> int:
+        return sum(self.by_place.get(tier, 0) for tier in tiers)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class CacheUsage:
     def most(self) -> UsageSample:
         return max(self.samples, key=lambda sample: sample.at(sample.by_place))
 
-    def at(self, *places: str) -> int:
+    def at(self, *tiers: str) -> int:
         """The most bytes in these places together."""
-        return max(sample.at(places) for sample in self.samples)
+        return max(sample.at(tiers) for sample in self.samples)
 
 
 def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool) -> CacheUsage:
@@ -108,13 +108,13 @@ class _DryRun:
 
     def read_prompt(self) -> None:
         tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
-        most = attention_view(self.cache).max_step_tokens
-        self.chunk = min(tokens, self._run_shape.chunk_tokens or tokens, most or tokens)
-        full, rest = divmod(tokens, self.chunk)
+        max_step = attention_view(self.cache).max_step_tokens
+        self.chunk = min(tokens, self._run_shape.chunk_tokens or tokens, max_step or tokens)
+        full, remainder = divmod(tokens, self.chunk)
         windows, all_evict = self._windows()
         if all_evict:  # after some windows the size no longer changes
             full = min(full, 3 * max(windows) // self.chunk + 3)
-        steps = [self.chunk] * full + [rest] * (rest > 0)
+        steps = [self.chunk] * full + [remainder] * (remainder > 0)
         for number, count in enumerate(steps):
             is_last = number == len(steps) - 1
             self._step(count, writes, reads=is_last)
@@ -143,9 +143,9 @@ class _DryRun:
             self._step(1, self._footprint.later, reads=True)
             self._take_sample()
             tokens -= 1
-            for part, shares in zip(self.cache.parts, self._footprint.shares, strict=True):
+            for subcache, shares in zip(self.cache.parts, self._footprint.shares, strict=True):
                 if not shares:
-                    part.unshare()
+                    subcache.unshare()
         stride = max(16, min(64, min(windows) // 8)) if windows else tokens
         while tokens > 2:
             count = min(stride, tokens - 2)
@@ -154,16 +154,16 @@ class _DryRun:
                     self.cache.reserve(total)
             self._step(count, self._footprint.later)
             tokens -= count
-        for left in reversed(range(tokens)):
-            self._step(1, self._footprint.later, reads=left == 0)
+        for remaining in reversed(range(tokens)):
+            self._step(1, self._footprint.later, reads=remaining == 0)
         self._take_sample()
 
     def _step(self, tokens: int, writes: Iterable[CacheWrite], reads: bool = False) -> None:
         """reads: whether attention reads what the cache returns, which may allocate scratch memory."""
         self.cache.begin(tokens)
         for write in writes:
-            found = write.repeat(self.cache, self._rows, self._run_shape.source_tokens if write.part else tokens)
-            returned = found if reads and isinstance(found, tuple) else ()
+            result = write.repeat(self.cache, self._rows, self._run_shape.source_tokens if write.part else tokens)
+            returned = result if reads and isinstance(result, tuple) else ()
             views = [tensor for tensor in returned if isinstance(tensor, SegmentedTensor)]
             for view in views:
                 for segment in segments_of(view):
@@ -178,41 +178,41 @@ class _DryRun:
 
     def _windows(self) -> tuple[list[int], bool]:
         """The windows of the layers that evict tokens, and whether all layers do."""
-        bounds = [layer.timeline.retention.bound for part in self.cache.parts for layer in part.layers]
-        known = [bound for bound in bounds if bound is not None]
-        return known, 0 < len(known) == len(bounds)
+        bounds = [layer.timeline.retention.bound for subcache in self.cache.parts for layer in subcache.layers]
+        windows = [bound for bound in bounds if bound is not None]
+        return windows, 0 < len(windows) == len(bounds)
 
     def _take_sample(self) -> None:
         by_place, by_kind = Counter(device=0), Counter[str]()
-        for kind, place, size in self._sizes():
-            by_place[place] += size
-            if place != "staging":
-                by_kind[kind] += size
+        for component, tier, size in self._sizes():
+            by_place[tier] += size
+            if tier != "staging":
+                by_kind[component] += size
         self.samples.append(UsageSample(dict(by_place), dict(by_kind)))
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
         """Kind of layer, place and bytes of each tensor of the cache."""
-        for number, part in enumerate(self.cache.parts):
-            for layer, count in zip(part.layers, self._footprint.counts, strict=True):
-                for kind, store in _stores(layer, number):
+        for number, subcache in enumerate(self.cache.parts):
+            for layer, count in zip(subcache.layers, self._footprint.counts, strict=True):
+                for component, store in _stores(layer, number):
                     offloaded: Iterable[Any] = getattr(store, "offloaded_buffers", tuple)()
-                    places = {id(tensor): buffer.tier for buffer in offloaded for tensor in buffer.tensors()}
+                    tiers = {id(tensor): buffer.tier for buffer in offloaded for tensor in buffer.tensors()}
                     for tensor in store.tensors():
-                        place = places.get(id(tensor), "device")
+                        tier = tiers.get(id(tensor), "device")
                         size = tensor.nbytes
-                        if place == "host" and self._pinned and size:  # torch rounds pinned bytes up to a power of two
+                        if tier == "host" and self._pinned and size:  # torch rounds pinned bytes up to a power of two
                             size = 1 << (size - 1).bit_length()
-                        yield kind, place, round(count * size)
-            yield from (("", "staging", tensor.nbytes) for tensor in part.scratch.tensors())
+                        yield component, tier, round(count * size)
+            yield from (("", "staging", tensor.nbytes) for tensor in subcache.scratch.tensors())
         per_row, per_token = self._footprint.own_layer_bytes
         if per_row or per_token:
             yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
 
 
-def _stores(layer: Any, part: int) -> Iterator[tuple[str, Any]]:
+def _stores(layer: Any, number: int) -> Iterator[tuple[str, Any]]:
     """The stores and the state of a layer, each with its kind. A layer of transformers' own classes has none."""
     for name, store in getattr(layer, "stores", {}).items():
         own_kind = "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]
-        yield "cross attention" if part else own_kind, store
+        yield "cross attention" if number else own_kind, store
     if getattr(layer, "state", None) is not None:
         yield "states", layer.state

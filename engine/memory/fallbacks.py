@@ -25,11 +25,11 @@ class Recovery:
     def __init__(
         self,
         fallbacks: Sequence[str],
-        taken: list[Fallback],
+        applied: list[Fallback],
         release: Callable[[], None],
         make_room: Callable[[], bool],
     ):
-        self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), taken
+        self._left, self._allowed, self.taken = list(fallbacks), tuple(fallbacks), applied
         self._free, self._make_room = release, make_room
         self._tried: set[tuple[str, int, int]] = set()  # since one that is applied once
 
@@ -39,24 +39,24 @@ class Recovery:
         empty_allocators()
         if has_room:
             return
-        why = in_words(error)
+        reason = in_words(error)
         refused = []
         for name in self._in_order():
-            before = session.cache.device_bytes
+            bytes_before = session.cache.device_bytes
             if name == "release":
                 self._free()
-            what, refusal = _applied(_APPLY[name], session)
+            description, refusal = _applied(_APPLY[name], session)
             if refusal is not None:
                 refused.append(f"{name} ({refusal})")
-            if what is None:
+            if description is None:
                 continue
             empty_allocators(collects=name == "release")  # compiled graphs are in cycles, caches are not
-            fallback = Fallback(name, what, session.cache.total_tokens, before, session.cache.device_bytes)
+            fallback = Fallback(name, description, session.cache.total_tokens, bytes_before, session.cache.device_bytes)
             if self._is_progress(fallback, session.cache.batch_size):
-                self._note(why, fallback)
+                self._note(reason, fallback)
                 return
-            refused.append(f"{name} ({what}, as before with as many tokens: that is no progress)")
-        raise Exhausted(self._why_exhausted(why, refused)) from error
+            refused.append(f"{name} ({description}, as before with as many tokens: that is no progress)")
+        raise Exhausted(self._why_exhausted(reason, refused)) from error
 
     def _is_progress(self, fallback: Fallback, rows: int) -> bool:
         """Note what a fallback has done. False where it did the same before at this place, and nothing else has changed
@@ -69,35 +69,35 @@ class Recovery:
         self._tried.add((f"{fallback.name}: {fallback.what}", fallback.tokens, rows))
         return len(self._tried) > tried
 
-    def apply_before(self, error: BaseException, parts: int, most: int) -> int:
-        """Apply the next fallback for an encoder: in how many parts to encode next, `most` at most."""
-        why = in_words(error)
+    def apply_before(self, error: BaseException, groups: int, max_groups: int) -> int:
+        """Apply the next fallback for an encoder: in how many groups of rows to encode next, `max_groups` at most."""
+        reason = in_words(error)
         if "release" in self._left:
             self._left.remove("release")
             self._free()
-            self._note(why, Fallback("release", "what the allocator kept was dropped", 0, 0, 0))
-            return parts
-        if "split" not in self._left or parts >= most:
-            raise Exhausted(self._why_exhausted(why, [])) from error
-        more = min(2 * parts, most)
-        self._note(why, Fallback("split", f"the rows are encoded in {more} parts, one after the other", 0, 0, 0))
-        return more
+            self._note(reason, Fallback("release", "what the allocator kept was dropped", 0, 0, 0))
+            return groups
+        if "split" not in self._left or groups >= max_groups:
+            raise Exhausted(self._why_exhausted(reason, [])) from error
+        doubled = min(2 * groups, max_groups)
+        self._note(reason, Fallback("split", f"the rows are encoded in {doubled} parts, one after the other", 0, 0, 0))
+        return doubled
 
-    def _note(self, why: str, fallback: Fallback) -> None:
+    def _note(self, reason: str, fallback: Fallback) -> None:
         self.taken.append(fallback)
-        _logger.warning("out of memory (%s); %s", why, fallback)
+        _logger.warning("out of memory (%s); %s", reason, fallback)
 
     def _in_order(self) -> list[str]:
         """The fallbacks that are left. Where two smaller chunk sizes did not help, the others come before a third."""
         pieces = sum(fallback.name == "chunk" for fallback in self.taken)
         return sorted(self._left, key=lambda name: name == "chunk" and pieces >= 2)
 
-    def _why_exhausted(self, why: str, refused: list[str]) -> str:
+    def _why_exhausted(self, reason: str, refused: list[str]) -> str:
         if not self._allowed:
-            return f"{why}; on_oom allows no way to go on"
-        taken = ", ".join(fallback.name for fallback in self.taken) or "none"
+            return f"{reason}; on_oom allows no way to go on"
+        applied = ", ".join(fallback.name for fallback in self.taken) or "none"
         could_not = f"; could not be taken: {', '.join(refused)}" if refused else ""
-        return f"{why}; on_oom={list(self._allowed)}, taken: {taken}{could_not}"
+        return f"{reason}; on_oom={list(self._allowed)}, taken: {applied}{could_not}"
 
 
 def _applied(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
@@ -130,8 +130,8 @@ def _quantize(session: ModelSession) -> str | None:
 def _split(session: ModelSession) -> str | None:
     if session.waiting <= 0:  # work between forwards is for all rows at once
         return None
-    parts = session.executor.split()
-    return None if parts is None else f"the rows are computed in {parts} parts, one after the other"
+    groups = session.executor.split()
+    return None if groups is None else f"the rows are computed in {groups} parts, one after the other"
 
 
 _APPLY: dict[str, Callable[[ModelSession], str | None]] = {

@@ -72,10 +72,10 @@ def _of_groups() -> Iterator[int]:
     names["memory"] = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", _CGROUPS / "memory")
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        kind = next((kind for kind in names if kind in controllers.split(",")), None)
-        if kind is None:
+        controller = next((controller for controller in names if controller in controllers.split(",")), None)
+        if controller is None:
             continue
-        limit_name, used_name, idle_name, root = names[kind]
+        limit_name, used_name, idle_name, root = names[controller]
         folder = root / path.lstrip("/")
         for group in (folder, *folder.parents):
             limit, used = _number(group / limit_name), _number(group / used_name)
@@ -91,17 +91,17 @@ def _of_limits() -> dict[str, int]:
     if not hasattr(psutil, "RLIMIT_DATA"):  # not on macOS and Windows
         return {}
     process = psutil.Process()
-    taken, left = process.memory_info(), {}
-    for name, limit, used in (("data", psutil.RLIMIT_DATA, taken.data), ("addresses", psutil.RLIMIT_AS, taken.vms)):
-        most, _ = process.rlimit(limit)
-        if most != psutil.RLIM_INFINITY:
-            left[name] = max(0, most - used)
-    return left
+    memory, remaining = process.memory_info(), {}
+    for name, limit, used in (("data", psutil.RLIMIT_DATA, memory.data), ("addresses", psutil.RLIMIT_AS, memory.vms)):
+        max_bytes, _ = process.rlimit(limit)
+        if max_bytes != psutil.RLIM_INFINITY:
+            remaining[name] = max(0, max_bytes - used)
+    return remaining
 
 
-def _number(file: Path, before: str = r"\A\s*") -> int | None:
-    """The number at the end of a line that begins with `before`, None where there is none."""
+def _number(file: Path, prefix: str = r"\A\s*") -> int | None:
+    """The number at the end of a line that begins with `prefix`, None where there is none."""
     with suppress(OSError):
-        if found := re.search(rf"{before}(\d+)\s*$", file.read_text(), re.MULTILINE):
-            return int(found[1])
+        if match := re.search(rf"{prefix}(\d+)\s*$", file.read_text(), re.MULTILINE):
+            return int(match[1])
     return None

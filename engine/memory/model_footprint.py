@@ -118,9 +118,9 @@ class ModelFootprint:
 
 
 def meta_model(
-    config: PreTrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedModel:
-    """The model of this configuration without weights. kind: its class; default: the auto class that fits.
+    """The model of this configuration without weights. model_class: its class; default: the auto class that fits.
 
     Raises `InputError` when the configuration describes no model that generates text.
     """
@@ -128,7 +128,7 @@ def meta_model(
     simple = {"experts_implementation": "batched_mm"}  # the only one that runs on the meta device
     if attn_implementation(config) not in (None, "eager", "sdpa"):
         simple["attn_implementation"] = "sdpa"  # which needs as much memory
-    make = auto_class(config).from_config if kind is None else partial(model_from_config, kind)
+    make = auto_class(config).from_config if model_class is None else partial(model_from_config, model_class)
     try:
         with torch.device("meta"):
             return make(config, dtype=dtype or config.dtype or torch.float32, **simple).eval()
@@ -143,20 +143,20 @@ _MOST_INSPECTED = 32
 
 
 def inspect_model(
-    config: PreTrainedConfig, dtype: torch.dtype | None = None, kind: type[PreTrainedModel] | None = None
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> ModelFootprint:
     """The footprint of the model that a configuration describes, kept for later calls; arguments as of `meta_model`.
 
     Raises `InputError` when a forward on the meta device fails.
     """
-    key = (kind, attn_implementation(config), dtype, config.to_json_string(use_diff=False))
-    found = _inspected.get(key)
-    if found is None:
+    key = (model_class, attn_implementation(config), dtype, config.to_json_string(use_diff=False))
+    footprint = _inspected.get(key)
+    if footprint is None:
         if len(_inspected) >= _MOST_INSPECTED:
             _inspected.clear()
-        model = meta_model(config, dtype, kind)
+        model = meta_model(config, dtype, model_class)
         try:
-            found = _inspected[key] = _Inspection(model).footprint()
+            footprint = _inspected[key] = _Inspection(model).footprint()
         except Exception as error:  # of the model's own code: of any class
             if isinstance(error, EngineError) or is_out_of_memory(error):
                 raise
@@ -164,7 +164,7 @@ def inspect_model(
                 f"the memory of {type(model).__name__} cannot be planned without its weights: a forward on torch's "
                 f"meta device ends with {in_words(error)}"
             ) from error
-    return found
+    return footprint
 
 
 class _Inspection:
@@ -178,7 +178,7 @@ class _Inspection:
         self.model, self.config = model, model.config
         text_config = self.config.get_text_config(decoder=True)
         names = ("max_position_embeddings", "max_seq_len")
-        positions = next((most for name in names if (most := getattr(text_config, name, None))), _VERY_LONG_STEP)
+        positions = next((size for name in names if (size := getattr(text_config, name, None))), _VERY_LONG_STEP)
         self._cache_argument = cache_argument(model)
         self._specs = read_specs(self.config) if self._cache_argument.can_be_ours else ()
         self._windows = [spec.attention_span.size for spec in self._specs if spec.keeps_kv]
@@ -199,25 +199,25 @@ class _Inspection:
             return ModelFootprint(self.model, False, working, specs, (1.0,) * len(specs))
         writes = _record(short)
         short_peaks = [self._peak(short, self._short)]
-        first, short_bytes = _of_known_layers(writes, specs), _own_bytes(short)
+        first_writes, short_bytes = _of_known_layers(writes, specs), _own_bytes(short)
         short_peaks.append(self._peak(short, _FEW))
         writes.clear()
         short_peaks.append(self._peak(short, 1))
-        later = _of_known_layers(writes, specs)
+        later_writes = _of_known_layers(writes, specs)
         long_peaks = [self._peak(long, tokens) for tokens in (self._long, _FEW, 1)]
         if self.config.is_encoder_decoder:
             short_peaks, long_peaks = [self._peak(None, self._short)], [self._peak(None, self._long)]
-        elif all(write.name != "update" for write in first):  # a state has no columns
+        elif all(write.name != "update" for write in first_writes):  # a state has no columns
             del short_peaks[1:], long_peaks[1:]
-        chosen, counts = _representatives(specs, first, later)
+        chosen, counts = _representatives(specs, first_writes, later_writes)
         return ModelFootprint(
             self.model,
             True,
             self._fitted(short_peaks, long_peaks),
             tuple(specs[layer] for layer in chosen),
             counts,
-            _renumbered(first, chosen),
-            _renumbered(later, chosen),
+            _renumbered(first_writes, chosen),
+            _renumbered(later_writes, chosen),
             self._shares(short),
             _line(short_bytes, _own_bytes(long)),
         )
@@ -237,12 +237,12 @@ class _Inspection:
 
     def _peak(self, cache: MeasuredCache | None, tokens: int) -> int:
         """Bytes per row that a step allocates at its peak, the cache left out."""
-        before, kept = self._memory.restart(), 0 if cache is None else cache.bytes
+        allocated, cache_bytes = self._memory.restart(), 0 if cache is None else cache.bytes
         rows = 2 if cache is None else 1  # the rows of an encoder share the biases of its positions
         with self._memory:
             self._forward(cache, rows, tokens)
-        grown = 0 if cache is None else cache.bytes - kept
-        return (self._memory.most - before - grown) // rows
+        grown = 0 if cache is None else cache.bytes - cache_bytes
+        return (self._memory.most - allocated - grown) // rows
 
     def _forward(self, cache: MeasuredCache | None, rows: int, tokens: int) -> None:
         """One step. Of an encoder-decoder model the encoder reads `tokens` tokens and then, given a cache, the decoder
@@ -265,25 +265,26 @@ class _Inspection:
         """From the peaks of a short first step and of a long one, each followed by a step of few tokens and by one of a
         single token, as far as these read columns of the cache."""
         few, many = self._short, self._long
-        first = PerToken.through((few, short_peaks[0]), (many, long_peaks[0]))
+        per_token = PerToken.through((few, short_peaks[0]), (many, long_peaks[0]))
         later = zip((_FEW, 1), short_peaks[1:], long_peaks[1:], strict=False)
-        rises = [max(0.0, (longer - peak) / (many - few) - first.pair * tokens) for tokens, peak, longer in later]
+        rises = [max(0.0, (longer - peak) / (many - few) - per_token.pair * tokens) for tokens, peak, longer in later]
         column, column_of_one = (*rises, 0.0, 0.0)[:2]
         if self._window is None:
-            return WorkingMemory(first, column, column_of_one)
+            return WorkingMemory(per_token, column, column_of_one)
         below = min(self._window - 1, _LONG_STEP)
-        plain = first if below < 4 * _FEW else self._first_steps(below // 4, below)  # so few need little in any case
-        return WorkingMemory(plain, column, column_of_one, self._masked(self._window, first))
+        # So few need little in any case.
+        plain = per_token if below < 4 * _FEW else self._first_steps(below // 4, below)
+        return WorkingMemory(plain, column, column_of_one, self._masked(self._window, per_token))
 
     def _masked(self, window: int, long: PerToken) -> MaskedSteps:
         very_long = max(_VERY_LONG_STEP, self._long)
-        found = MaskedSteps(window, all(self._windows), long, self._first_steps(very_long, 2 * very_long))
+        steps = MaskedSteps(window, all(self._windows), long, self._first_steps(very_long, 2 * very_long))
         cache, _ = self._first_step(2 * window)
-        if cache is None or not found.only_windows:  # other layers read more than the copies are
-            return found
-        part = max(1, window // 4)  # more than layers have room for, so that they make copies
-        copies = self._peak(cache, part) - found.of_step(part, 2 * window + part)
-        return replace(found, copies=max(0, copies))
+        if cache is None or not steps.only_windows:  # other layers read more than the copies are
+            return steps
+        tokens = max(1, window // 4)  # more than layers have room for, so that they make copies
+        copies = self._peak(cache, tokens) - steps.of_step(tokens, 2 * window + tokens)
+        return replace(steps, copies=max(0, copies))
 
     def _first_steps(self, few: int, many: int) -> PerToken:
         return PerToken.through((few, self._first_step(few)[1]), (many, self._first_step(many)[1]))
@@ -297,7 +298,7 @@ class _Inspection:
         """Per part: whether rows share a prefix, also after attention has read it."""
         cache.fork(2)
         self._forward(cache, 2, 1)
-        return tuple(part.shares for part in cache.parts)
+        return tuple(subcache.shares for subcache in cache.parts)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
@@ -312,36 +313,36 @@ def _own_bytes(cache: MeasuredCache) -> tuple[int, int]:
     return cache.total_tokens, sum(tensor.nbytes for layer in layers for tensor in layer.tensors())
 
 
-def _line(one: tuple[int, int], other: tuple[int, int]) -> tuple[float, float]:
+def _line(point: tuple[int, int], other_point: tuple[int, int]) -> tuple[float, float]:
     """Where a line through two points begins, and how much it rises per unit."""
-    rise = (other[1] - one[1]) / max(1, other[0] - one[0])
-    return one[1] - rise * one[0], rise
+    rise = (other_point[1] - point[1]) / max(1, other_point[0] - point[0])
+    return point[1] - rise * point[0], rise
 
 
 def _record(cache: MeasuredCache) -> list[CacheWrite]:
     """The list to which everything that is written into the cache from here on is added."""
     writes: list[CacheWrite] = []
-    for number, part in enumerate(cache.parts):
+    for number, subcache in enumerate(cache.parts):
         for name in _TOKEN_DIMENSIONS:
-            setattr(part, name, partial(_recorded, writes, number, name, getattr(part, name)))
+            setattr(subcache, name, partial(_recorded, writes, number, name, getattr(subcache, name)))
     return writes
 
 
 def _recorded(
-    writes: list[CacheWrite], part: int, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
+    writes: list[CacheWrite], number: int, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    given = inspect.signature(method).bind(*args, **kwargs).arguments
+    bound = inspect.signature(method).bind(*args, **kwargs).arguments
     # Without the kernel's size, the argument is a whole convolution state.
-    complete_state = name == "update_conv_state" and given.get("conv_kernel_size") is None
+    complete_state = name == "update_conv_state" and bound.get("conv_kernel_size") is None
     dimensions = {} if complete_state else _TOKEN_DIMENSIONS[name]
     arguments = tuple(
         (key, TensorSpec(tuple(value.shape), value.dtype, dimensions.get(key)))
         if isinstance(value, torch.Tensor)
         else (key, value)
-        for key, value in given.items()
+        for key, value in bound.items()
         if key not in ("args", "kwargs", "layer_idx")
     )
-    writes.append(CacheWrite(part, given["layer_idx"], name, arguments))
+    writes.append(CacheWrite(number, bound["layer_idx"], name, arguments))
     return method(*args, **kwargs)
 
 
@@ -350,7 +351,7 @@ def _of_known_layers(writes: list[CacheWrite], specs: Sequence[LayerSpec]) -> li
 
 
 def _representatives(
-    specs: Sequence[LayerSpec], first: list[CacheWrite], later: list[CacheWrite]
+    specs: Sequence[LayerSpec], first_writes: list[CacheWrite], later_writes: list[CacheWrite]
 ) -> tuple[list[int], tuple[float, ...]]:
     """Layers that stand for all, and how many layers of the model each of them stands for.
 
@@ -358,18 +359,19 @@ def _representatives(
     order repeats, one period has it: two where a period is odd, as each layer then uses both tensors. Otherwise two
     layers of each kind are enough, but may need more than the model.
     """
-    kinds = [
-        (spec, *(tuple((w.part, w.name, w.arguments) for w in writes if w.layer == layer) for writes in (first, later)))
+    steps = (first_writes, later_writes)
+    profiles = [
+        (spec, *(tuple((w.part, w.name, w.arguments) for w in writes if w.layer == layer) for writes in steps))
         for layer, spec in enumerate(specs)
     ]
-    number = len(kinds)
-    period = next(n for n in range(1, number + 1) if kinds[n:] == kinds[: number - n])
+    number = len(profiles)
+    period = next(n for n in range(1, number + 1) if profiles[n:] == profiles[: number - n])
     if period <= _LONGEST_PERIOD:
         chosen = list(range(min(number, 2 * period if period % 2 else period + number % 2)))
     else:
-        chosen = [layer for layer, kind in enumerate(kinds) if kinds[:layer].count(kind) < 2]
-    of_kind, of_chosen = Counter(kinds), Counter(kinds[layer] for layer in chosen)
-    return chosen, tuple(of_kind[kinds[layer]] / of_chosen[kinds[layer]] for layer in chosen)
+        chosen = [layer for layer, profile in enumerate(profiles) if profiles[:layer].count(profile) < 2]
+    of_profile, of_chosen = Counter(profiles), Counter(profiles[layer] for layer in chosen)
+    return chosen, tuple(of_profile[profiles[layer]] / of_chosen[profiles[layer]] for layer in chosen)
 
 
 def _renumbered(writes: list[CacheWrite], chosen: list[int]) -> tuple[CacheWrite, ...]:

@@ -123,7 +123,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
     possible = [backends[configs.index(config)] for config in candidates]
     if chooses and all(backend.refused is not None for backend in possible):  # the model takes no cache
         possible = [backend for backend, config in zip(backends, configs, strict=True) if config.keeps_nothing]
-    choice, why = choose(possible, free, is_named=not chooses)
+    choice, reason = choose(possible, free, is_named=not chooses)
     return Plan(
         model=planned.footprint.name,
         dtype=str(planned.footprint.model.dtype).removeprefix("torch."),
@@ -138,7 +138,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
         free_bytes=asdict(free),
         backends=tuple(backends),
         choice=None if choice is None else choice.title,
-        why=why,
+        why=reason,
         not_so=tuple(stored_whys(planned.footprint.model, planned.config, planned.device)),
     )
 
@@ -146,17 +146,17 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
 def choose_cache(model: PreTrainedModel, run_shape: RunShape, compiled: bool) -> CacheConfig:
     """The cache that `cache="auto"` chooses: the first of `lossless` that fits, or else the one that needs least."""
     planned = read_planned_model(model, None, None)
-    free, found = _agreed(find_free(planned.device), ranks_of(model)), []
+    free, plans = _agreed(find_free(planned.device), ranks_of(model)), []
     planner, configs = Planner(planned, free), lossless(planned.device, compiled)
     for config in configs:
-        found.append(planner.backend(config, run_shape))
-        if found[-1].refused is None and found[-1].fits is not False:
+        plans.append(planner.backend(config, run_shape))
+        if plans[-1].refused is None and plans[-1].fits is not False:
             return config
-    choice, why = choose(found, free)
+    choice, reason = choose(plans, free)
     if choice is None:
         return caches.recipe(NO_CACHE).options()
-    logging.getLogger("engine").warning(f"cache='auto': {why}")
-    return configs[found.index(choice)]
+    logging.getLogger("engine").warning(f"cache='auto': {reason}")
+    return configs[plans.index(choice)]
 
 
 def usable_caches(model: PreTrainedModel) -> list[str]:
@@ -165,8 +165,8 @@ def usable_caches(model: PreTrainedModel) -> list[str]:
         planner, one_token = Planner(read_planned_model(model, None, None), Free(None, None, None)), RunShape(1, 1)
     except InputError:
         return caches.names()
-    found = (planner.backend(caches.recipe(name).options(), one_token) for name in caches.names())
-    return [plan.cache for plan in found if plan.refused is None]
+    plans = (planner.backend(caches.recipe(name).options(), one_token) for name in caches.names())
+    return [plan.cache for plan in plans if plan.refused is None]
 
 
 def _agreed(free: Free, ranks: OneProcess) -> Free:
@@ -206,10 +206,10 @@ def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) ->
     return score_copies(strategies.Greedy())
 
 
-def _check_integers(least: int, **values: int | None) -> None:
+def _check_integers(min_value: int, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise OptionError(f"{name}={value!r}, but a plan is for a whole number, {least} or more")
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < min_value):
+            raise OptionError(f"{name}={value!r}, but a plan is for a whole number, {min_value} or more")
 
 
 def _configs_to_plan(
@@ -236,7 +236,7 @@ def read_planned_model(
     Raises `OptionError` when `dtype` or `device` are given for a loaded model.
     """
     model = load_config(model) if isinstance(model, (str, Path)) else model
-    wanted = None if dtype is None else read_dtype(dtype)
+    torch_dtype = None if dtype is None else read_dtype(dtype)
     if device is None:
         target = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     else:
@@ -244,11 +244,11 @@ def read_planned_model(
     if isinstance(model, PreTrainedConfig):
         if tp > 1:
             check_divides(model, tp)
-        footprint, configs = inspect_model(model, wanted), (model, model.get_text_config(decoder=True))
+        footprint, configs = inspect_model(model, torch_dtype), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
         size = weight_bytes(footprint.model)
         if tp > 1:
-            size, footprint = part_bytes(footprint.model, tp), inspect_model(part_of(model, tp), wanted)
+            size, footprint = part_bytes(footprint.model, tp), inspect_model(part_of(model, tp), torch_dtype)
         return PlannedModel(model, footprint, target, size, False, has_end)
     if tp > 1:
         raise OptionError(f"tp={tp} plans a model that is not loaded: give its path or its configuration")
@@ -262,5 +262,5 @@ def read_planned_model(
     if is_loaded:
         target = prompt_device(model)
     has_end = model.generation_config.eos_token_id is not None
-    footprint = inspect_model(config_of_rank(model), wanted or model.dtype, type(model))
+    footprint = inspect_model(config_of_rank(model), torch_dtype or model.dtype, type(model))
     return PlannedModel(model.config, footprint, target, weight_bytes(model), is_loaded, has_end)

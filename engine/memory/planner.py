@@ -67,15 +67,15 @@ class Planner:
         except (caches.CacheError, ConfigError) as error:
             return BackendPlan(config.name, options, refused=str(error))
         need = self._need(usage, run_shape)
-        most, working = usage.most, self._working(usage, run_shape)
-        found = BackendPlan(
-            config.name, options, most.by_place, most.by_kind, working, need_bytes=need, fits=self._fits(need),
+        peak, working = usage.most, self._working(usage, run_shape)
+        plan = BackendPlan(
+            config.name, options, peak.by_place, peak.by_kind, working, need_bytes=need, fits=self._fits(need),
             changes_text=config.changes_text,
         )  # fmt: skip
-        if not search or found.fits is None:
-            return found
+        if not search or plan.fits is None:
+            return plan
         longest, batch = self._longest_context(config, run_shape, usage), self._largest_batch(need, run_shape.prompts)
-        return replace(found, longest_context=longest, largest_batch=batch)
+        return replace(plan, longest_context=longest, largest_batch=batch)
 
     def logits_bytes(self, run_shape: RunShape) -> int:
         """Bytes of the float32 logits after the last token of every row, with the copies that the strategy makes.
@@ -101,17 +101,17 @@ class Planner:
 
     def _check_positions(self, config: CacheConfig, run_shape: RunShape) -> None:
         """Raise `CapacityError` where the model lacks positions: a dry run of such a length would take long."""
-        most = self._footprint.positions
-        if most is None or run_shape.kept <= most:
+        max_positions = self._footprint.positions
+        if max_positions is None or run_shape.kept <= max_positions:
             return
         # A cache for a short run is built at once. A cache with a window needs fewer positions than tokens.
         build = partial(caches.build, config.name, self._model.config)
         cache = empty_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
         needed = attention_view(cache).positions_needed(run_shape.kept)
-        if needed > most:
+        if needed > max_positions:
             raise caches.CapacityError(
                 f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {needed:,} positions, but the model "
-                f"has {most:,}: its longest context is {most + 1:,} tokens, prompt and new ones "
+                f"has {max_positions:,}: its longest context is {max_positions + 1:,} tokens, prompt and new ones "
                 "together (the last one is never read)"
             )
 
@@ -123,7 +123,7 @@ class Planner:
         """Bytes of the whole run by place."""
         device = self._on_device(usage) + self._working(usage, run_shape) + self.logits_bytes(run_shape) + self._weights
         need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
-        return {place: size for place, size in need.items() if size}
+        return {tier: size for tier, size in need.items() if size}
 
     def _working(self, usage: CacheUsage, run_shape: RunShape) -> int:
         """Bytes that the largest forward allocates in addition to the cache."""
@@ -139,78 +139,78 @@ class Planner:
         return int(factor * max(prompt + usage.materialized_bytes, new_token))
 
     def _fits(self, need: dict[str, int]) -> bool | None:
-        known = [(size, self._free[place]) for place, size in need.items() if size]
-        if any(free is not None and size * _MARGIN > free for size, free in known):
+        sizes = [(size, self._free[tier]) for tier, size in need.items() if size]
+        if any(free is not None and size * _MARGIN > free for size, free in sizes):
             return False
-        return None if any(free is None for _, free in known) else True
+        return None if any(free is None for _, free in sizes) else True
 
     def _longest_context(self, config: CacheConfig, run_shape: RunShape, usage: CacheUsage) -> int:
         """Tokens that fit: of the source, or of the prompt and the new ones."""
-        tokens, new, positions = run_shape.prompt_tokens, run_shape.new_tokens, self._footprint.positions
+        tokens, new_tokens, positions = run_shape.prompt_tokens, run_shape.new_tokens, self._footprint.positions
 
         def fits(**sizes: Any) -> bool:
             return self.backend(config, replace(run_shape, **sizes)).fits is True
 
         if source := run_shape.source_tokens:
             return _largest(lambda n: fits(source_tokens=n), source, _MOST_TOKENS)
-        most = _MOST_TOKENS
+        max_tokens = _MOST_TOKENS
         if positions is not None and usage.positions == run_shape.kept:  # no window: every token needs a position
-            most = positions - new + 1
-        longest = _largest(lambda n: fits(prompt_tokens=n), tokens, most)
-        return longest + new if longest else 0
+            max_tokens = positions - new_tokens + 1
+        longest = _largest(lambda n: fits(prompt_tokens=n), tokens, max_tokens)
+        return longest + new_tokens if longest else 0
 
     def _largest_batch(self, need: dict[str, int], prompts: int) -> int:
         """Prompts that fit: everything but the weights grows in proportion to them."""
-        most = float(_MOST_PROMPTS)
-        for place, size in need.items():
-            fixed = self._weights if place == "device" else 0
-            most = min(most, prompts * ((self._free[place] or 0) / _MARGIN - fixed) / (size - fixed))
-        return max(0, int(most))
+        max_prompts = float(_MOST_PROMPTS)
+        for tier, size in need.items():
+            fixed = self._weights if tier == "device" else 0
+            max_prompts = min(max_prompts, prompts * ((self._free[tier] or 0) / _MARGIN - fixed) / (size - fixed))
+        return max(0, int(max_prompts))
 
 
-def _largest(fits: Callable[[int], bool], begin: int, most: int) -> int:
-    """About the largest number up to `most` that fits, given that all below one that fits do; 0: not even 1 fits."""
-    most = max(begin, most)
-    if fits(most):
-        return most
-    low, high = 0, min(begin, most)
-    while high < most and fits(high):
-        low, high = high, min(2 * high, most)
+def _largest(fits: Callable[[int], bool], begin: int, limit: int) -> int:
+    """About the largest number up to `limit` that fits, given that all below one that fits do; 0: not even 1 fits."""
+    limit = max(begin, limit)
+    if fits(limit):
+        return limit
+    low, high = 0, min(begin, limit)
+    while high < limit and fits(high):
+        low, high = high, min(2 * high, limit)
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
 
 
-def choose(found: Sequence[BackendPlan], free: Free, is_named: bool = False) -> tuple[BackendPlan | None, str]:
+def choose(plans: Sequence[BackendPlan], free: Free, is_named: bool = False) -> tuple[BackendPlan | None, str]:
     """The first that fits, or else the one that needs least; and why, in a sentence.
 
-    found: the lossless backends, in the order of preference; is_named: the one backend that was asked for instead.
+    plans: of the lossless backends, in the order of preference; is_named: the one backend that was asked for instead.
     """
-    possible = [one for one in found if one.refused is None]
+    possible = [plan for plan in plans if plan.refused is None]
     if not possible:
-        reasons = {one.refused for one in found}
-        which = "it" if len(found) == 1 else "every cache that loses nothing"
-        why = f": {reasons.pop()}" if len(reasons) == 1 else " for this model or this run"
-        return None, f"{which} is refused{why}"
-    first, chosen = possible[0], next((one for one in possible if one.fits is not False), None)
+        reasons = {plan.refused for plan in plans}
+        subject = "it" if len(plans) == 1 else "every cache that loses nothing"
+        reason = f": {reasons.pop()}" if len(reasons) == 1 else " for this model or this run"
+        return None, f"{subject} is refused{reason}"
+    top, chosen = possible[0], next((plan for plan in possible if plan.fits is not False), None)
     if is_named:
-        verdict = {True: "fits", False: "does not fit", None: "may fit, how much is free is unknown"}[first.fits]
-        loss = "" if first.changes_text is None else f"; it can change the text: {first.changes_text}"
-        return first, f"it {verdict}: it needs {_in_words(first, free)}{loss}"
+        verdict = {True: "fits", False: "does not fit", None: "may fit, how much is free is unknown"}[top.fits]
+        loss = "" if top.changes_text is None else f"; it can change the text: {top.changes_text}"
+        return top, f"it {verdict}: it needs {_in_words(top, free)}{loss}"
     if chosen is not None:
-        before = "" if chosen is first else f"{first.title} would need {_in_words(first, free)}, which does not fit; "
+        prelude = "" if chosen is top else f"{top.title} would need {_in_words(top, free)}, which does not fit; "
         verdict = "may fit, how much is free is unknown" if chosen.fits is None else "fits"
-        return chosen, f"{before}it loses nothing and {verdict}: it needs {_in_words(chosen, free)}"
-    least = min(possible, key=lambda one: one.need_bytes["device"])
-    return least, f"no cache that loses nothing fits; {least.title} needs least: {_in_words(least, free)}"
+        return chosen, f"{prelude}it loses nothing and {verdict}: it needs {_in_words(chosen, free)}"
+    smallest = min(possible, key=lambda plan: plan.need_bytes["device"])
+    return smallest, f"no cache that loses nothing fits; {smallest.title} needs least: {_in_words(smallest, free)}"
 
 
 def _in_words(backend: BackendPlan, free: Free) -> str:
     """Megabytes by place; the place is named where it is not the device alone."""
-    known, needs = asdict(free), backend.need_bytes
+    free_bytes, needs = asdict(free), backend.need_bytes
     amounts = []
-    for place, size in needs.items():
-        of = "" if known[place] is None else f" of {megabytes(known[place])} free"
-        amounts.append(megabytes(size) + of + ("" if list(needs) == ["device"] else f" ({place})"))
+    for tier, size in needs.items():
+        of = "" if free_bytes[tier] is None else f" of {megabytes(free_bytes[tier])} free"
+        amounts.append(megabytes(size) + of + ("" if list(needs) == ["device"] else f" ({tier})"))
     return ", ".join(amounts)

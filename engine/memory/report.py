@@ -154,7 +154,7 @@ class Plan:
         """A table with a line for each cache, with the reason where it is refused, and the choice below."""
         rows = []
         for backend in self.backends:
-            needs = ", ".join(f"{megabytes(size)} ({place})" for place, size in backend.need_bytes.items())
+            needs = ", ".join(f"{megabytes(size)} ({tier})" for tier, size in backend.need_bytes.items())
             cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
             rows.append([backend.title, *cells])
         tokens = f"{_lengths(self)}, in {counted(self.rows, 'row')}"
@@ -181,23 +181,23 @@ def _lengths(plan: Plan) -> str:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     """Names and values of what does not depend on the cache."""
     rows = f", in {plan.rows} rows" if plan.rows != plan.batch_size else ""
-    known = {place: size for place, size in plan.free_bytes.items() if size is not None}
-    kinds = _kinds(plan.backends)
+    free_bytes = {tier: size for tier, size in plan.free_bytes.items() if size is not None}
+    components = _kinds(plan.backends)
     return [
         ("model", f"{plan.model}, {plan.dtype} on {plan.device}"),
         ("run", f"{plan.batch_size} x {_lengths(plan)}{rows}"),
         ("weights", megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else "")),
         ("last logits", megabytes(plan.logits_bytes)),
-        ("free", ", ".join(f"{megabytes(size)} ({place})" for place, size in known.items()) or "not known"),
-        *([("layers keep", kinds[0])] if len(kinds) == 1 else []),
+        ("free", ", ".join(f"{megabytes(size)} ({tier})" for tier, size in free_bytes.items()) or "not known"),
+        *([("layers keep", components[0])] if len(components) == 1 else []),
         *([("tried", "; ".join(plan.not_so))] if plan.not_so else []),
     ]
 
 
 def _backends(possible: list[BackendPlan], width: int) -> str:
     """A table of all columns or of the most wanted ones, or a block per backend, as the width allows."""
-    kinds = _kinds(possible)
-    rows = [_row(backend, names_kinds=len(kinds) > 1) for backend in possible]
+    components = _kinds(possible)
+    rows = [_row(backend, names_kinds=len(components) > 1) for backend in possible]
     if fits(_COLUMNS, rows, width):
         return aligned(_COLUMNS, rows, width)
     columns, fewer = [_COLUMNS[number] for number in _MOST_WANTED], [[row[n] for n in _MOST_WANTED] for row in rows]
@@ -208,11 +208,13 @@ def _backends(possible: list[BackendPlan], width: int) -> str:
 
 
 def _row(backend: BackendPlan, names_kinds: bool) -> list[str]:
-    kinds = [f"{megabytes(size)}{f' ({kind})' if names_kinds else ''}" for kind, size in backend.kind_bytes.items()]
-    needs = [megabytes(size) + (f" ({place})" if place != "device" else "")
-             for place, size in backend.need_bytes.items() if size]  # fmt: skip
+    components = [
+        f"{megabytes(size)}{f' ({component})' if names_kinds else ''}" for component, size in backend.kind_bytes.items()
+    ]
+    needs = [megabytes(size) + (f" ({tier})" if tier != "device" else "")
+             for tier, size in backend.need_bytes.items() if size]  # fmt: skip
     sizes = [megabytes(size) for size in (backend.cache_bytes.get("staging", 0), backend.working_bytes)]
-    return [backend.title.replace(", ", "\n  "), "\n".join(kinds), *sizes, "\n".join(needs), *_found(backend)]
+    return [backend.title.replace(", ", "\n  "), "\n".join(components), *sizes, "\n".join(needs), *_found(backend)]
 
 
 def _found(backend: BackendPlan) -> list[str]:
@@ -236,9 +238,9 @@ def _refusals(plan: Plan) -> list[str]:
             lines.append(f"Not for this run: {', '.join(names)}: {reason.rstrip('.')}.")
         else:
             alone += names
-    what = "Not for this model, or with an option that has to be given"
-    return lines + ([f"{what}: {', '.join(alone)} (a plan of one alone says why)."] if alone else [])
+    heading = "Not for this model, or with an option that has to be given"
+    return lines + ([f"{heading}: {', '.join(alone)} (a plan of one alone says why)."] if alone else [])
 
 
 def _kinds(backends: Sequence[BackendPlan]) -> list[str]:
-    return list(dict.fromkeys(kind for backend in backends for kind in backend.kind_bytes))
+    return list(dict.fromkeys(component for backend in backends for component in backend.kind_bytes))

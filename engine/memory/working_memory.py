@@ -41,7 +41,7 @@ class MaskedSteps:
     def of_step(self, tokens: int, columns: int) -> float:
         visible = min(columns, self.window + tokens) if self.only_windows else columns
         copies = self.copies if columns > tokens else 0
-        return copies + max(part.of_step(tokens, visible) for part in (self.long, self.very_long))
+        return copies + max(per_token.of_step(tokens, visible) for per_token in (self.long, self.very_long))
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ class WorkingMemory:
 
     def of_step(self, rows: int, tokens: int, columns: int) -> int:
         """A step of `tokens` tokens per row that attends to `columns` columns, its own included."""
-        part = self.plain if self.masked is None or columns < self.masked.window else self.masked
-        return int(rows * (part.of_step(tokens, columns) + self.column * (columns - tokens)))
+        steps = self.plain if self.masked is None or columns < self.masked.window else self.masked
+        return int(rows * (steps.of_step(tokens, columns) + self.column * (columns - tokens)))
 
     def of_one_token(self, rows: int, distinct_rows: int, columns: int) -> int:
         """A step of one token per row. distinct_rows: how often columns are read, which rows of a prompt may share."""

@@ -40,17 +40,17 @@ class Board:
         cells, size = self._cells, len(self._processes)
         # Two sets of cells in turn: a rank that is ahead by one exchange writes into the other.
         begin = self._count % 2 * size * _WIDTH
-        own = begin + self._rank * _WIDTH
-        for place, value in enumerate(values, own + 1):
-            cells[place] = value
-        cells[own] = self._count  # last: it says that the values are there
-        found = []
+        cell = begin + self._rank * _WIDTH
+        for position, value in enumerate(values, cell + 1):
+            cells[position] = value
+        cells[cell] = self._count  # last: it says that the values are there
+        swapped = []
         for rank in range(size):
             at = begin + rank * _WIDTH
             if cells[at] != self._count:
                 self._wait(lambda at=at: cells[at] == self._count, rank)  # type: ignore[misc]
-            found.append(list(cells[at + 1 : at + 1 + len(values)]))
-        return found
+            swapped.append(list(cells[at + 1 : at + 1 + len(values)]))
+        return swapped
 
     def _wait(self, is_there: Callable[[], bool], rank: int) -> None:
         begun = looked = time.monotonic()
@@ -94,7 +94,7 @@ def shared_board(group: Any) -> Board | None:
                 os.close(number)
     distributed.broadcast_object_list(path, 0, group=group)
     memory = None
-    if path[0] is not None and len({place for place, _ in everyone}) == 1:
+    if path[0] is not None and len({host for host, _ in everyone}) == 1:
         with suppress(OSError, ValueError), open(path[0], "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)
     mapped: list[Any] = [None] * size

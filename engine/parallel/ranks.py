@@ -140,10 +140,10 @@ class Ranks(OneProcess):
         if self._is_apart:
             return value
         self.check()
-        found = [value]
+        shared = [value]
         with self._noticing_ends():
-            distributed.broadcast_object_list(found, 0, group=self._group)
-        return found[0]
+            distributed.broadcast_object_list(shared, 0, group=self._group)
+        return shared[0]
 
     def check(self) -> None:
         if not self._is_apart:
@@ -172,9 +172,9 @@ class Ranks(OneProcess):
         with self._noticing_ends():
             if self._board is not None:
                 return self._board.swap(values)
-            found = torch.empty(self.size, len(values), dtype=torch.int64, device="cpu")
-            distributed.all_gather(list(found), torch.tensor(values, device="cpu"), group=self._group)
-            return found.tolist()
+            received = torch.empty(self.size, len(values), dtype=torch.int64, device="cpu")
+            distributed.all_gather(list(received), torch.tensor(values, device="cpu"), group=self._group)
+            return received.tolist()
 
     @contextmanager
     def _noticing_ends(self) -> Iterator[None]:
@@ -190,12 +190,12 @@ class Ranks(OneProcess):
         """The largest value of all ranks. Raises where this rank is fine and another one is not."""
         of_all = self._swapped([state, self._noted, value])
         states, noted, values = zip(*of_all, strict=True)
-        worst, found = max(states), max(values)
+        worst, largest = max(states), max(values)
         rank = states.index(worst)
         is_different = worst == _FINE and len(set(noted)) > 1
         self._is_failing, self._is_apart = worst == _MEMORY_OUT, worst == _FAILED or is_different
         if state != _FINE:
-            return found
+            return largest
         if worst == _MEMORY_OUT:
             raise PeerOutOfMemory(f"memory is out on rank {rank} of {self.size}")
         if worst == _FAILED:
@@ -205,7 +205,7 @@ class Ranks(OneProcess):
                 f"the {self.size} ranks compute different texts: call them with the same arguments, on the same "
                 "processors and releases"
             )
-        return found
+        return largest
 
 
 ONE_PROCESS = OneProcess()

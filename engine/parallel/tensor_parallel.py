@@ -65,20 +65,20 @@ def _splits(text: PreTrainedConfig, layers: tuple[str, ...], style: str = "colwi
 
 def _sizes(text: PreTrainedConfig, name: str) -> list[int]:
     """All sizes of this name that layers have."""
-    found = [getattr(layer, name, None) for layer in text.per_layer_config]
-    return sorted({size for size in found if isinstance(size, int)})
+    sizes = [getattr(layer, name, None) for layer in text.per_layer_config]
+    return sorted({size for size in sizes if isinstance(size, int)})
 
 
 def part_of(config: PreTrainedConfig, tp: int) -> PreTrainedConfig:
     """The configuration of a model whose layers are as large as the largest part of a rank. Raises `OptionError`."""
     check_divides(config, tp)
-    part = copy.deepcopy(config)
-    text = part.get_text_config(decoder=True)
+    rank_config = copy.deepcopy(config)
+    text = rank_config.get_text_config(decoder=True)
     if _splits(text, (_FUSED,)):
         # The width of these heads follows from hidden_size, which in truth every rank has in full. To make up for it,
         # feed-forward layers stay as they are, so the working memory is not too small where they are 4 times as wide.
         _divide(text, ("hidden_size", "num_attention_heads"), tp)
-        return part
+        return rank_config
     names = []
     if _splits(text, _KEYS):
         if not _sizes(text, "head_dim"):
@@ -87,7 +87,7 @@ def part_of(config: PreTrainedConfig, tp: int) -> PreTrainedConfig:
     if _splits(text, ("down_proj",), "rowwise"):
         names.append("intermediate_size")
     _divide(text, names, tp)
-    return part
+    return rank_config
 
 
 def _divide(text: PreTrainedConfig, names: Sequence[str], tp: int) -> None:
@@ -100,13 +100,13 @@ def _divide(text: PreTrainedConfig, names: Sequence[str], tp: int) -> None:
             setattr(text, name, _divided(size, tp))
     if of_layers:
         text.per_layer_config = {
-            layer: {name: _divided(size, tp) if name in names else size for name, size in own.items()}
-            for layer, own in of_layers.items()
+            layer: {name: _divided(size, tp) if name in names else size for name, size in sizes.items()}
+            for layer, sizes in of_layers.items()
         }
 
 
 def _divided(size: int | list[int], tp: int) -> int | list[int]:
-    return -(-size // tp) if isinstance(size, int) else [-(-one // tp) for one in size]
+    return -(-size // tp) if isinstance(size, int) else [-(-entry // tp) for entry in size]
 
 
 def config_of_rank(model: PreTrainedModel) -> PreTrainedConfig:

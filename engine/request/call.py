@@ -50,11 +50,11 @@ def read_call(inputs: Any = None, generation_config: Any = None, **options: Any)
 def _generation_config(value: Any) -> GenerationConfig:
     """With all fields read. The one that was given stays as it is."""
     if isinstance(value, Mapping):
-        known = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
+        field_names = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
         for name in value:
-            if name not in known:
-                raise WrongValue(f"has no field {name!r}; {hint(str(name), known)}")
-        fields = {name: read("generation_config: " + name, one, name) for name, one in value.items()}
+            if name not in field_names:
+                raise WrongValue(f"has no field {name!r}; {hint(str(name), field_names)}")
+        fields = {name: read("generation_config: " + name, entry, name) for name, entry in value.items()}
         try:
             return GenerationConfig(**fields)
         except (ValueError, TypeError, AttributeError) as error:
@@ -94,16 +94,18 @@ _READERS = {
 SAMPLING = {name for name, parameter in PARAMETERS.items() if parameter.draws} | {"top_h"}
 
 
-def read(said: str, value: Any, name: str | None = None) -> Any:
-    """The value of the parameter `name` as it is kept; None stays None. said: its name in the `OptionError`."""
-    reader = _READERS.get(name or said)
+def read(label: str, value: Any, name: str | None = None) -> Any:
+    """The value of the parameter `name` as it is kept; None stays None. label: its name in the `OptionError`."""
+    reader = _READERS.get(name or label)
     if reader is None or value is None:
         return value
     try:
         return reader.read(value)
     except WrongValue as wrong:
-        more = str(wrong)
-        raise OptionError(f"{said} {more}" if more else f"{said}={value!r:.120}, but it is {reader.words}") from wrong
+        message = str(wrong)
+        raise OptionError(
+            f"{label} {message}" if message else f"{label}={value!r:.120}, but it is {reader.words}"
+        ) from wrong
 
 
 def read_parameters(call: Call) -> Call:
@@ -114,11 +116,17 @@ def read_parameters(call: Call) -> Call:
     return Call(arguments, options)
 
 
-def read_own(config: GenerationConfig, given: GenerationConfig | None, options: Mapping[str, Any]) -> dict[str, Any]:
+def read_own(
+    config: GenerationConfig, call_config: GenerationConfig | None, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`."""
-    sources = (options.get("do_sample"), getattr(given, "do_sample", None), config.do_sample)
+    sources = (options.get("do_sample"), getattr(call_config, "do_sample", None), config.do_sample)
     draws = next((value for value in sources if value is not None), False)
-    left = {name for name in _FIELDS if name not in options and getattr(given, name, None) is None}
-    left -= set() if draws else SAMPLING
-    found = {name: getattr(config, name, None) for name in _FIELDS if name in left}
-    return {name: read(f"model.generation_config.{name}", one, name) for name, one in found.items() if one is not None}
+    unset = {name for name in _FIELDS if name not in options and getattr(call_config, name, None) is None}
+    unset -= set() if draws else SAMPLING
+    model_values = {name: getattr(config, name, None) for name in _FIELDS if name in unset}
+    return {
+        name: read(f"model.generation_config.{name}", entry, name)
+        for name, entry in model_values.items()
+        if entry is not None
+    }

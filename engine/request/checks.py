@@ -39,8 +39,8 @@ def check_model(model: PreTrainedModel) -> None:
             "the model is on the device 'meta', where weights have no values, so nothing can be computed: load it with "
             "from_pretrained(...), which brings its weights"
         )
-    own = type(model).generate is not GenerationMixin.generate
-    if own and not quirks_of(model.config).generates_alike:
+    overrides = type(model).generate is not GenerationMixin.generate
+    if overrides and not quirks_of(model.config).generates_alike:
         raise InputError(f"{type(model).__name__} generates in a way of its own: call its own generate()")
 
 
@@ -88,19 +88,19 @@ def check_applies(
     if strategy.samples and config.temperature == 0:
         raise OptionError("temperature has to be over 0; for the most probable token leave do_sample out")
     neutral = default_generation_params()
-    known = GenerationConfig().to_dict()
-    own: dict[str, Any] = {}
+    parameters = GenerationConfig().to_dict()
+    strategy_options: dict[str, Any] = {}
     if is_dataclass(strategy):
-        own = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
+        strategy_options = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
     asked = {name: getattr(config, name, None) for name in _CHANGE_THE_TEXT}
-    asked |= {name: value for name, value in options.items() if name in known and not name.startswith("_")}
+    asked |= {name: value for name, value in options.items() if name in parameters and not name.startswith("_")}
     applies = _ALWAYS_APPLY | ({"decoder_start_token_id"} if model.config.is_encoder_decoder else set())
     for name, value in asked.items():
-        if name in own and value not in (None, own[name]):
+        if name in strategy_options and value not in (None, strategy_options[name]):
             raise OptionError(
                 f"{name}={value!r} contradicts the strategy that was given, {strategy}: say it only there"
             )
-        if value is None or value is False or value == neutral.get(name) or name in own:
+        if value is None or value is False or value == neutral.get(name) or name in strategy_options:
             continue
         if name in ("temperature", "top_k") and value == 0 and not strategy.samples:
             continue  # another way to say greedy
@@ -150,7 +150,7 @@ def _flat(ids: Any) -> list[int]:
     if isinstance(ids, dict):
         return _flat(list(ids))
     if isinstance(ids, (list, tuple)):
-        return [token for part in ids for token in _flat(part)]
+        return [token for item in ids for token in _flat(item)]
     return [] if ids is None or isinstance(ids, float) else [ids]
 
 
@@ -216,11 +216,11 @@ def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
 def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str) -> int:
     """The columns of `mask` before the prompt's: those in the cache, or 0. name: of the mask, in errors."""
     rows, tokens = len(prompt.ids), prompt.columns
-    before = cached_tokens if cached_tokens > 0 and list(mask.shape) == [rows, cached_tokens + tokens] else 0
-    if before == 0 and list(mask.shape) != [rows, tokens]:
-        what = "token ids" if prompt.embeds is None else "embeddings"
+    cached_columns = cached_tokens if cached_tokens > 0 and list(mask.shape) == [rows, cached_tokens + tokens] else 0
+    if cached_columns == 0 and list(mask.shape) != [rows, tokens]:
+        inputs = "token ids" if prompt.embeds is None else "embeddings"
         raise InputError(
-            f"{name} has shape {list(mask.shape)}, but the {what} have {[rows, tokens]}: it needs one entry per token"
+            f"{name} has shape {list(mask.shape)}, but the {inputs} have {[rows, tokens]}: it needs one entry per token"
         )
     padded_rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
     if padded_rows and cached_tokens > 0:
@@ -238,13 +238,13 @@ def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str
             f"row {padded_rows[0]} is padded on the right, so the model would continue after padding: pad on the left "
             "(tokenizer.padding_side = 'left'), or give attention_mask where the pad id stands for a token"
         )
-    if cached_tokens >= before + tokens:
+    if cached_tokens >= cached_columns + tokens:
         raise InputError(
-            f"the cache holds {cached_tokens} tokens and the prompt has {before + tokens}: nothing is left to feed. "
-            "Give the whole conversation, with at least one token that the cache has not seen; or the new tokens "
+            f"the cache holds {cached_tokens} tokens and the prompt has {cached_columns + tokens}: nothing is left to "
+            "feed. Give the whole conversation, with at least one token that the cache has not seen; or the new tokens "
             "alone, with an attention_mask that covers those in the cache too"
         )
-    return before
+    return cached_columns
 
 
 def check_model_kwargs(model: PreTrainedModel, prompt: Prompt, mask: torch.Tensor) -> None:
@@ -262,31 +262,33 @@ def check_model_kwargs(model: PreTrainedModel, prompt: Prompt, mask: torch.Tenso
             )
         if value.ndim > 1 and value.shape[-2] not in (1, len(mask)):
             raise InputError(f"{name} has shape {list(value.shape)}, but there are {len(mask)} rows")
-        most = _table_of(model, name)
-        if value.dtype == torch.bool and (name == "position_ids" or most is not None):
+        table_size = _table_of(model, name)
+        if value.dtype == torch.bool and (name == "position_ids" or table_size is not None):
             raise InputError(f"{name} are integers, one for each token, not truth values")
-        if most is not None and (value.is_floating_point() or not 0 <= int(value.min()) <= int(value.max()) < most):
+        if table_size is not None and (
+            value.is_floating_point() or not 0 <= int(value.min()) <= int(value.max()) < table_size
+        ):
             low, high = value.min().item(), value.max().item()
             raise InputError(
-                f"{name} has {value.dtype} from {low} to {high}, but the model looks them up in a table of {most}"
+                f"{name} has {value.dtype} from {low} to {high}, but the model looks them up in a table of {table_size}"
             )
 
 
 def _table_of(model: PreTrainedModel, name: str) -> int | None:
     """How many entries of this kind the model has embeddings for; None where it has no table of them."""
     if name == "position_ids":
-        tables = [part for path, part in model.named_modules() if path.endswith(("wpe", "position_embeddings"))]
-        tables = [part for part in tables if isinstance(part, nn.Embedding)]
+        tables = [module for path, module in model.named_modules() if path.endswith(("wpe", "position_embeddings"))]
+        tables = [module for module in tables if isinstance(module, nn.Embedding)]
         return tables[0].num_embeddings if tables else None
     if name == "token_type_ids" and "token_type_ids" in forward_parameters(model):
         return getattr(model.config, "type_vocab_size", None) or vocabulary_of(model)
     return None
 
 
-def check_ids_are_known(read: torch.Tensor, options: dict[str, Any]) -> None:
-    """Refuse what compares with the ids that were read, where there are none. read: ids [rows, columns] if 2-D."""
+def check_ids_are_known(read_ids: torch.Tensor, options: dict[str, Any]) -> None:
+    """Refuse what compares with the ids that were read, where there are none. read_ids: ids [rows, columns] if 2-D."""
     for name, neutral in (("encoder_repetition_penalty", 1), ("encoder_no_repeat_ngram_size", 0)):
-        if options.get(name) not in (None, neutral) and read.ndim != 2:
+        if options.get(name) not in (None, neutral) and read_ids.ndim != 2:
             raise OptionError(
                 f"{name}={options[name]!r} compares with the token ids that were read, and none were given, only what "
                 "was made of them: give input_ids, or leave it out"
@@ -318,7 +320,7 @@ def check_positions(
 
 def is_fixed(cache: EngineCache) -> bool:
     """Whether tensors of it never move, so that it cannot become more rows than they were made for."""
-    return any(part.fixed for part in getattr(cache, "parts", ()))
+    return any(subcache.fixed for subcache in getattr(cache, "parts", ()))
 
 
 def check_pieces(prompt: Prompt, chunk_tokens: int | None) -> None:

@@ -24,11 +24,11 @@ from engine.tables import lengths
 def check_together(runner: ModelRunner, cache: EngineCache, request: Request, compile: str) -> None:
     """Refuse what model, cache and request cannot do together: `OptionError`, `InputError`, `caches.CacheError`."""
     model = runner.model
-    read, mask = request.read
+    model_prompt, mask = request.read
     check_positions(model, cache, mask.shape[1], request.columns, request.cached_columns)
-    _check_room_for_rows(cache, len(request.prompt.ids), len(read.ids), request.rows)
+    _check_room_for_rows(cache, len(request.prompt.ids), len(model_prompt.ids), request.rows)
     check_takes_masks(model, cache)
-    _check_places(cache, mask, read.model_kwargs.get("position_ids"))
+    _check_places(cache, mask, model_prompt.model_kwargs.get("position_ids"))
     check_rope(runner, cache)
     if cache.handle is not None and not runner.takes_cache:
         raise OptionError(
@@ -103,30 +103,32 @@ def _check_facts(runner: ModelRunner, cache: EngineCache, request: Request) -> N
     """Refuse what would be wrong texts of this model. Trials may run it."""
     name, facts = type(runner.model).__name__, runner.facts
     waiting, of_cache = request.read[1].shape[1] - cache.total_tokens, attention_view(cache).max_step_tokens
-    most = min((tokens for tokens in (request.chunk_tokens, of_cache) if tokens is not None), default=waiting)
-    why = facts.why_not_cut if most < waiting else None
-    if why is not None:
+    max_tokens = min((tokens for tokens in (request.chunk_tokens, of_cache) if tokens is not None), default=waiting)
+    reason = facts.why_not_cut if max_tokens < waiting else None
+    if reason is not None:
         remedy = "read it at once, without prefill_chunk_tokens or prefill_chunk_size"
         raise OptionError(
-            f"the prompt is to be read in pieces of {most} tokens of {waiting}, and in {name} "
-            f"{why}: {remedy if most == request.chunk_tokens else 'use another cache than ' + cache.name}"
+            f"the prompt is to be read in pieces of {max_tokens} tokens of {waiting}, and in {name} "
+            f"{reason}: {remedy if max_tokens == request.chunk_tokens else 'use another cache than ' + cache.name}"
         )
-    why = facts.why_not_all_logits if request.needs.verifies or request.needs.hidden_states else None
-    if why is not None:
-        raise OptionError(f"{request.strategy.name} needs logits behind every token, and in {name} {why}: use another")
-    why = facts.why_not_states if request.needs.hidden_states else None
-    if why is not None:
-        raise OptionError(f"{request.strategy.name} compares hidden states, and in {name} {why}: use another")
-    why = facts.why_not_reordered if request.needs.rows_per_prompt > 1 and cache.handle is not None else None
-    if why is not None:
+    reason = facts.why_not_all_logits if request.needs.verifies or request.needs.hidden_states else None
+    if reason is not None:
         raise OptionError(
-            f"{request.strategy.name} makes several rows of each prompt, and in {name} {why}: use cache='none'"
+            f"{request.strategy.name} needs logits behind every token, and in {name} {reason}: use another"
+        )
+    reason = facts.why_not_states if request.needs.hidden_states else None
+    if reason is not None:
+        raise OptionError(f"{request.strategy.name} compares hidden states, and in {name} {reason}: use another")
+    reason = facts.why_not_reordered if request.needs.rows_per_prompt > 1 and cache.handle is not None else None
+    if reason is not None:
+        raise OptionError(
+            f"{request.strategy.name} makes several rows of each prompt, and in {name} {reason}: use cache='none'"
         )
 
 
-def _check_room_for_rows(cache: EngineCache, prompts: int, first: int, rows: int) -> None:
-    """Whether the rows that `prompts` are to become fit in a cache made for fewer. first: rows when it begins."""
-    room = first if cache.max_rows is None and is_fixed(cache) else cache.max_rows
+def _check_room_for_rows(cache: EngineCache, prompts: int, begin_rows: int, rows: int) -> None:
+    """Whether the rows that `prompts` are to become fit in a cache made for fewer. begin_rows: rows when it begins."""
+    room = begin_rows if cache.max_rows is None and is_fixed(cache) else cache.max_rows
     if room is not None and rows > room:
         become = "" if rows == prompts else f" are to become {rows} rows"
         raise CapacityError(
@@ -157,10 +159,10 @@ def _check_places(cache: EngineCache, mask: torch.Tensor, positions: torch.Tenso
 
 def _check_rolls_back(runner: ModelRunner, cache: EngineCache, request: Request) -> None:
     """Raise `OptionError` where `cache` cannot roll back rejected tokens."""
-    why = capabilities(cache).rollback_blocker
-    if why is not None:
+    reason = capabilities(cache).rollback_blocker
+    if reason is not None:
         raise OptionError(
-            f"{request.strategy.name} rolls back rejected tokens, and {why}: give a name instead, such as "
+            f"{request.strategy.name} rolls back rejected tokens, and {reason}: give a name instead, such as "
             "cache='static', or use another strategy"
         )
     if request.lengths.cached > 0 and runner.facts.why_not_several is not None:

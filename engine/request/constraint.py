@@ -36,19 +36,23 @@ class Constraint:
 
 def read_constraints(call: Call, prompts: int) -> tuple[Constraint | None, ...] | None:
     """What the call asks of the texts of each prompt; None if it asks nothing. Raises `OptionError`."""
-    given = {name: getattr(call, name) for name in NAMES if getattr(call, name) is not None}
-    if not given:
+    asked = {name: getattr(call, name) for name in NAMES if getattr(call, name) is not None}
+    if not asked:
         return None
-    each: list[Constraint | None] = [None] * prompts
-    for name, value in given.items():
-        found = [_read(name, one) for one in value] if _is_per_prompt(name, value) else [_read(name, value)] * prompts
-        if len(found) != prompts:
-            raise OptionError(f"{name} is a list of {len(found)}, and there are {prompts} prompts: give one for each")
-        for prompt, one in enumerate(found):
-            if one is not None and each[prompt] is not None:
-                raise OptionError(f"{each[prompt].said} and {name} both constrain prompt {prompt}: leave one out")  # type: ignore[union-attr]
-            each[prompt] = one or each[prompt]
-    return tuple(each) if any(each) else None
+    merged: list[Constraint | None] = [None] * prompts
+    for name, value in asked.items():
+        constraints = (
+            [_read(name, entry) for entry in value] if _is_per_prompt(name, value) else [_read(name, value)] * prompts
+        )
+        if len(constraints) != prompts:
+            raise OptionError(
+                f"{name} is a list of {len(constraints)}, and there are {prompts} prompts: give one for each"
+            )
+        for prompt, constraint in enumerate(constraints):
+            if constraint is not None and merged[prompt] is not None:
+                raise OptionError(f"{merged[prompt].said} and {name} both constrain prompt {prompt}: leave one out")  # type: ignore[union-attr]
+            merged[prompt] = constraint or merged[prompt]
+    return tuple(merged) if any(merged) else None
 
 
 _OF_ANY_FORM = (
@@ -57,18 +61,18 @@ _OF_ANY_FORM = (
 )  # fmt: skip
 
 
-def leave_out_own_settings(call: Call, config: GenerationConfig, said: str) -> None:
+def leave_out_own_settings(call: Call, config: GenerationConfig, parameter: str) -> None:
     """Remove from `config` the model's own settings that force or forbid tokens: with the form, no text might be left.
 
-    What the call itself says stays, and is refused where it forces a token. said: the parameter that asks for a form.
+    What the call itself says stays, and is refused where it forces a token. parameter: the one that asks for a form.
     """
     for name in _OF_ANY_FORM:
-        given = call.options.get(name)
-        given = getattr(call.generation_config, name, None) if given is None else given
-        if given is None:
+        value = call.options.get(name)
+        value = getattr(call.generation_config, name, None) if value is None else value
+        if value is None:
             setattr(config, name, None)
         elif name.startswith("forced"):
-            raise OptionError(f"{name}={given} would break the form that {said} asks for: leave one of them out")
+            raise OptionError(f"{name}={value} would break the form that {parameter} asks for: leave one of them out")
 
 
 def check_installed(name: str) -> None:
@@ -85,7 +89,7 @@ def _is_per_prompt(name: str, value: Any) -> bool:
     """Whether there is one for each prompt; a list of texts is the choices of all of them."""
     if not isinstance(value, (list, tuple)):
         return False
-    return name != "choices" or not all(isinstance(one, str) for one in value)
+    return name != "choices" or not all(isinstance(choice, str) for choice in value)
 
 
 def _read(name: str, value: Any) -> Constraint | None:
@@ -108,13 +112,15 @@ def _read_format(value: Any) -> Constraint:
     """`response_format` as in OpenAI's interface."""
     if is_pydantic(value):
         return _of_schema("response_format", value)
-    kind = value.get("type")
-    if unknown := set(value) - {"type", "json_schema" if kind == "json_schema" else "type"}:
-        raise OptionError(f"response_format has {', '.join(map(str, unknown))}, which {kind!r:.40} does not take")
-    if kind == "json_object":
+    format_type = value.get("type")
+    if unknown := set(value) - {"type", "json_schema" if format_type == "json_schema" else "type"}:
+        raise OptionError(
+            f"response_format has {', '.join(map(str, unknown))}, which {format_type!r:.40} does not take"
+        )
+    if format_type == "json_object":
         return _of_schema("response_format", {"type": "object"})
     schema = value.get("json_schema")
-    if kind != "json_schema" or not isinstance(schema, Mapping) or "schema" not in schema:
+    if format_type != "json_schema" or not isinstance(schema, Mapping) or "schema" not in schema:
         raise OptionError(
             f'response_format={value!r:.120}, but it is {{"type": "text"}}, {{"type": "json_object"}} or {{"type": '
             '"json_schema", "json_schema": {"schema": ...}}'
@@ -142,14 +148,14 @@ def _of_schema(name: str, value: Any) -> Constraint:
 def _closed(schema: Any) -> Any:
     """A model's schema, whose objects have no other properties unless the model allows them."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {name: _closed(one) for name, one in schema.items()}
+    closed = {name: _closed(entry) for name, entry in schema.items()}
     is_object = schema.get("type") == "object" and not schema.keys().isdisjoint(("properties", "patternProperties"))
     return {"additionalProperties": False} | closed if is_object else closed
 
 
 def _alternatives(choices: Sequence[str]) -> str:
-    texts = (json.dumps(one, ensure_ascii=False).replace("\x7f", "\\u007f") for one in choices)
+    texts = (json.dumps(choice, ensure_ascii=False).replace("\x7f", "\\u007f") for choice in choices)
     return "start: " + " | ".join(texts)

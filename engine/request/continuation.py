@@ -31,8 +31,8 @@ def known_mask(cache: EngineCache | None, ids: torch.Tensor) -> torch.Tensor:
     if log is None or log.ids.shape[0] != ids.shape[0]:
         return ids[:, :0]
     columns = min(log.ids.shape[1], ids.shape[1])
-    same = (log.ids[:, :columns].to(ids.device) == ids[:, :columns]).all(dim=0)
-    agreed = int(same.long().cumprod(dim=0).sum())
+    equal = (log.ids[:, :columns].to(ids.device) == ids[:, :columns]).all(dim=0)
+    agreed = int(equal.long().cumprod(dim=0).sum())
     return log.mask[:, :agreed].to(ids.device)
 
 
@@ -41,7 +41,7 @@ def check_continues(cache: EngineCache, request: Request) -> bool:
 
     Returns whether they certainly do; otherwise `check_content` has to compare keys.
     """
-    prompt, mask, before = request.prompt, request.mask, request.lengths.cached
+    prompt, mask, offset = request.prompt, request.mask, request.lengths.cached
     ids = prompt.ids
     log, cached = cache.log, cache.total_tokens
     if cache.batch_size not in (-1, ids.shape[0]):
@@ -55,13 +55,13 @@ def check_continues(cache: EngineCache, request: Request) -> bool:
     source = source_of(prompt.model_kwargs)
     if source is not None and log.source is not None and not torch.equal(source, log.source.to(source.device)):
         raise InputError(_OTHER_SOURCE)
-    known = log.first(cached)
-    known_ids, known_mask = known.ids.to(ids.device), known.mask.to(mask.device)
-    different = (known_ids[:, before:] != ids[:, : cached - before]) & (
-        (known_mask | mask[:, :cached])[:, before:] != 0
+    logged = log.first(cached)
+    known_ids, known_mask = logged.ids.to(ids.device), logged.mask.to(mask.device)
+    different = (known_ids[:, offset:] != ids[:, : cached - offset]) & (
+        (known_mask | mask[:, :cached])[:, offset:] != 0
     )
     if bool(different.any()):
-        raise InputError(_differs(different, before, cached, ids, known_ids[:, before:], None))
+        raise InputError(_differs(different, offset, cached, ids, known_ids[:, offset:], None))
     if not torch.equal(known_mask, mask[:, :cached]):
         raise InputError(
             f"attention_mask says something else about the {cached} tokens in the cache than when they were read or "
@@ -73,20 +73,20 @@ def check_continues(cache: EngineCache, request: Request) -> bool:
     if positions is None and log.positions is None:
         return True
     usual = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    read = usual if log.positions is None else log.positions.to(usual.device)
-    given = usual if positions is None else positions
-    return bool((read[..., :cached] == given[..., :cached]).all())
+    logged_positions = usual if log.positions is None else log.positions.to(usual.device)
+    prompt_positions = usual if positions is None else positions
+    return bool((logged_positions[..., :cached] == prompt_positions[..., :cached]).all())
 
 
 def check_reader(cache: EngineCache, now: ReadBy) -> None:
     """Raise `InputError` where the model, as it is now, may compute other keys and values than those in the cache."""
     log = cache.log
-    why = None if log is None or cache.total_tokens == 0 else log.why_other(now)
-    if why is not None:
+    reason = None if log is None or cache.total_tokens == 0 else log.why_other(now)
+    if reason is not None:
         raise InputError(
             f"the {cache.name} cache holds {cache.total_tokens} tokens of each row, and this model may compute other "
-            f"keys and values of them: {why}. Start with an empty cache, or say trust_cache=True if you know that they "
-            "are the same"
+            f"keys and values of them: {reason}. Start with an empty cache, or say trust_cache=True if you know that "
+            "they are the same"
         )
 
 
@@ -104,14 +104,14 @@ def check_content(
     try:
         if request.lengths.cached > 0:
             return
-        first = first_layer(cache)
+        stored = first_layer(cache)
         _check_comparable(runner, request, cached)
         if request.source is None:  # media are not encoded again for this
             per_token = {name: value for name, value in inputs.model_kwargs.items() if name in PER_TOKEN}
             inputs = replace(inputs, model_kwargs=per_token)
-        _check_columns(runner, first[0], request, columns, inputs, cached, tokenizer)
+        _check_columns(runner, stored[0], request, columns, inputs, cached, tokenizer)
         if request.source is not None:
-            _check_source(runner, first[1], request, columns, inputs)
+            _check_source(runner, stored[1], request, columns, inputs)
     except UnknownContentError as reason:
         raise InputError(
             f"the {cache.name} cache holds {cached} tokens of each row, and whether they begin this prompt cannot be "
@@ -137,7 +137,7 @@ def _check_comparable(runner: ModelRunner, request: Request, cached: int) -> Non
 
 def _check_columns(
     runner: ModelRunner,
-    first: tuple[KeptTokens, KeptTokens],
+    stored: tuple[KeptTokens, KeptTokens],
     request: Request,
     columns: Columns,
     inputs: ModelInputs,
@@ -149,31 +149,31 @@ def _check_columns(
     step = max(1, _PIECE // len(ids))
     for begin in range(0, cached, step):
         end = min(begin + step, cached)
-        made = runner.first_keys(ids, columns, begin, end, inputs)
-        different = [part.differ(expected, begin) for part, expected in zip(first, made, strict=True)]
-        both = (different[0] | different[1]) & mask[:, begin:end]
-        if bool(both.any()):
-            raise InputError(_differs(both, begin, cached, ids[:, begin:], None, tokenizer))
+        computed = runner.first_keys(ids, columns, begin, end, inputs)
+        different = [tokens.differ(expected, begin) for tokens, expected in zip(stored, computed, strict=True)]
+        differing = (different[0] | different[1]) & mask[:, begin:end]
+        if bool(differing.any()):
+            raise InputError(_differs(differing, begin, cached, ids[:, begin:], None, tokenizer))
     if request.source is None:
         _check_places_tell(mask[:, :cached])
     if not bool(mask[:, :cached].all()):
-        _check_masked(runner, first[0], request, ids, inputs, cached)
+        _check_masked(runner, stored[0], request, ids, inputs, cached)
 
 
 def _check_source(
     runner: ModelRunner,
-    kept: tuple[KeptTokens, KeptTokens],
+    stored: tuple[KeptTokens, KeptTokens],
     request: Request,
     columns: Columns,
     inputs: ModelInputs,
 ) -> None:
     """Raise `InputError` where the cross-attention keys and values in the cache are of another source."""
     keys, values = runner.first_keys(request.prompt.ids, columns, 0, 1, inputs, cross=True)
-    different = kept[0].differ(keys, 0) | kept[1].differ(values, 0)
+    different = stored[0].differ(keys, 0) | stored[1].differ(values, 0)
     mask = inputs.model_kwargs.get("attention_mask")
     if mask is not None and mask.shape == different.shape:
         different = different & (mask != 0).to(different.device)
-    if kept[0].kept.shape[2] != keys.shape[2] or bool(different.any()):
+    if stored[0].kept.shape[2] != keys.shape[2] or bool(different.any()):
         raise InputError(_OTHER_SOURCE)
 
 
@@ -205,21 +205,21 @@ def _check_masked(
         )
 
 
-def _differs(different: torch.Tensor, before: int, cached: int, given: torch.Tensor, there: Any, tokenizer: Any) -> str:
-    """The error's message. different, given, there: [rows, columns] from column `before` on; `there` where known."""
+def _differs(different: torch.Tensor, offset: int, cached: int, ids: torch.Tensor, there: Any, tokenizer: Any) -> str:
+    """The error's message. different, ids, there: [rows, columns] from column `offset` on; `there` where known."""
     column = int(different.any(dim=0).int().argmax())
     row = int(different[:, column].int().argmax())
-    what = f"the prompt has {given[row, column].item()} there"
+    difference = f"the prompt has {ids[row, column].item()} there"
     if there is not None:
-        what += f", the cache {there[row, column].item()}"
-    around = given[row, max(0, column - 3) : column + 4]
-    what += f", among {around.tolist()}"
+        difference += f", the cache {there[row, column].item()}"
+    around = ids[row, max(0, column - 3) : column + 4]
+    difference += f", among {around.tolist()}"
     if tokenizer is not None:
-        what += f" ({tokenizer.decode(around.tolist())!r})"
+        difference += f" ({tokenizer.decode(around.tolist())!r})"
     return (
-        f"the cache holds {cached} tokens that do not begin this prompt: they differ from token {before + column} on, "
-        f"in row {row} ({what}). Give the whole conversation as it was generated, with the same model, or start with "
-        "an empty cache"
+        f"the cache holds {cached} tokens that do not begin this prompt: they differ from token {offset + column} on, "
+        f"in row {row} ({difference}). Give the whole conversation as it was generated, with the same model, or start "
+        "with an empty cache"
     )
 
 
@@ -229,11 +229,11 @@ def check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) -> 
         return
     name, cached, log, mask = type(runner.model).__name__, cache.total_tokens, cache.log, request.mask
     padded = (mask[:, 1:] < mask[:, :-1]).any(dim=1).nonzero().flatten().tolist()
-    why = runner.facts.why_not_padding_between(cache) if padded else None
-    if why is not None:
+    reason = runner.facts.why_not_padding_between(cache) if padded else None
+    if reason is not None:
         raise InputError(
             f"row {padded[0]} has padding between its tokens (rows that end early are filled up with them), and in "
-            f"{name} {why}: go on with that row alone, from its own tokens"
+            f"{name} {reason}: go on with that row alone, from its own tokens"
         )
     if any("token_type" in name for name in request.prompt.model_kwargs):
         return  # the call says which tokens are read with those behind them in mind
@@ -247,9 +247,9 @@ def check_goes_on(runner: ModelRunner, cache: EngineCache, request: Request) -> 
     is_next = log is not None and mask.shape[1] == cached + 1 == log.ids.shape[1]
     if is_next and log is not None and torch.equal(log.ids[:, -1:].to(mask.device), request.prompt.ids[:, -1:]):
         return
-    why = runner.facts.why_not_cut
-    if why is not None:
+    reason = runner.facts.why_not_cut
+    if reason is not None:
         raise InputError(
-            f"the {cache.name} cache holds {cached} tokens of the {mask.shape[1]}, and in {name} {why}: start with an "
-            "empty cache"
+            f"the {cache.name} cache holds {cached} tokens of the {mask.shape[1]}, and in {name} {reason}: start with "
+            "an empty cache"
         )

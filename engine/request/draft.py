@@ -90,11 +90,11 @@ def _check_fits(draft: PreTrainedModel, model: PreTrainedModel, request: Request
             "of the model's class, which reads images and sounds of a whole conversation too, or leave assistant_model "
             "out (prompt_lookup_num_tokens needs no draft)"
         )
-    most, needed = most_positions(draft), request.lengths.total - 1
-    if most is not None and needed > most:
+    max_positions, needed = most_positions(draft), request.lengths.total - 1
+    if max_positions is not None and needed > max_positions:
         raise OptionError(
-            f"the draft has {most:,} positions, but {lengths(request.mask.shape[1], request.lengths.new)} need "
-            f"{needed:,}: ask for fewer, or give another draft"
+            f"the draft has {max_positions:,} positions, but {lengths(request.mask.shape[1], request.lengths.new)} "
+            f"need {needed:,}: ask for fewer, or give another draft"
         )
 
 
@@ -118,7 +118,7 @@ def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | N
 
 def _translates(draft: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> bool:
     """Whether the two have different vocabularies. Raises `OptionError` where a tokenizer is missing for that."""
-    sizes = [one.config.get_text_config(decoder=True).vocab_size for one in (draft, model)]
+    sizes = [lm.config.get_text_config(decoder=True).vocab_size for lm in (draft, model)]
     if draft_tokenizer is None:
         if sizes[0] != sizes[1]:
             raise OptionError(

@@ -69,29 +69,29 @@ def read_source(
     them `encoder_outputs` in place of a source and `decoder_input_ids`. options: of chat messages. Raises `InputError`
     and `OptionError`.
     """
-    given = _read_source(model, inputs, model_kwargs, tokenizer, config.pad_token_id, options)
-    if "attention_mask" in given:
-        given["attention_mask"] = as_mask(given["attention_mask"])
-    given = move(given, device)
-    _check_source(model, given)
+    named_inputs = _read_source(model, inputs, model_kwargs, tokenizer, config.pad_token_id, options)
+    if "attention_mask" in named_inputs:
+        named_inputs["attention_mask"] = as_mask(named_inputs["attention_mask"])
+    named_inputs = move(named_inputs, device)
+    _check_source(model, named_inputs)
     with turn_of(model), torch.no_grad():
         try:
-            source, name, given = prepare_model_inputs(model, config.bos_token_id, given)
+            source, name, named_inputs = prepare_model_inputs(model, config.bos_token_id, named_inputs)
             rows = source.shape[0]
-            prepare_special_tokens(model, config, "attention_mask" in given, device, rows)
+            prepare_special_tokens(model, config, "attention_mask" in named_inputs, device, rows)
         except (ValueError, OverflowError) as error:
             raise InputError(str(error)) from error
-        _check_columns(model, given, source, name)
+        _check_columns(model, named_inputs, source, name)
         start = special_tokens(config).decoder_start
         assert start is not None  # else transformers has refused it above
         if start.ndim == 1 and len(start) != rows:
             raise OptionError(
                 f"decoder_start_token_id has {len(start)} ids for {rows} rows: give one for each, or one for all"
             )
-        ids, given = prepare_decoder_input_ids(model, rows, name, given, start, device)
+        ids, named_inputs = prepare_decoder_input_ids(model, rows, name, named_inputs, start, device)
     prepare = partial(prepare_encoder_kwargs, model, config, name)
-    mask = given.pop("decoder_attention_mask", None)
-    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, given), Source(source, name, prepare)
+    mask = named_inputs.pop("decoder_attention_mask", None)
+    return Prompt(ids, torch.ones_like(ids) if mask is None else mask, named_inputs), Source(source, name, prepare)
 
 
 def encode(
@@ -100,55 +100,56 @@ def encode(
     """`model_kwargs` with the encoder's outputs, and the source with its tokens. Raises `Exhausted`, `InputError`."""
     with turn_of(model), torch.no_grad():
         try:
-            found = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
+            encoded = _encoded(source, model_kwargs, recover, largest_matrix_bytes(model))
         except (ValueError, RuntimeError, IndexError) as error:  # what shapes it reads, each encoder knows by itself
             raise InputError(
                 f"the encoder of {type(model).__name__} ({str(model.dtype).removeprefix('torch.')}) cannot read "
                 f"{source}: {in_words(error)}"
             ) from error
-    states, mask = found["encoder_outputs"][0], found.get("attention_mask")
+    states, mask = encoded["encoder_outputs"][0], encoded.get("attention_mask")
     tokens = states.shape[0] * states.shape[1] if mask is None else int((mask != 0).sum())
-    return found, replace(source, tokens=tokens)
+    return encoded, replace(source, tokens=tokens)
 
 
-def _check_source(model: PreTrainedModel, given: dict[str, Any]) -> None:
+def _check_source(model: PreTrainedModel, named_inputs: dict[str, Any]) -> None:
     """Whether the encoder can read what was given by name. Without anything to read ids begin with `bos_token_id`."""
     name, encoder = _source_name(model), model.get_encoder()
-    if name != "input_ids" and not {name, "encoder_outputs", "inputs_embeds"} & set(given):
+    if name != "input_ids" and not {name, "encoder_outputs", "inputs_embeds"} & set(named_inputs):
         raise InputError(f"the encoder of {type(model).__name__} has nothing to read: give {name}")
-    if "input_ids" in given:
-        if given["input_ids"].numel() == 0:
+    if "input_ids" in named_inputs:
+        if named_inputs["input_ids"].numel() == 0:
             raise InputError(
-                f"the prompt is empty ({list(given['input_ids'].shape)}): the encoder needs a token to read"
+                f"the prompt is empty ({list(named_inputs['input_ids'].shape)}): the encoder needs a token to read"
             )
-        check_vocabulary(encoder, given["input_ids"])
-    if "inputs_embeds" not in given:
+        check_vocabulary(encoder, named_inputs["input_ids"])
+    if "inputs_embeds" not in named_inputs:
         return
     if "inputs_embeds" not in forward_parameters(encoder):
         raise OptionError(f"the encoder of {type(model).__name__} takes no inputs_embeds: give {name}")
-    width, found = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1], given["inputs_embeds"].shape
-    if width not in (0, found[-1]):
+    width = getattr(input_embeddings(encoder), "weight", torch.empty(0)).shape[-1]
+    shape = named_inputs["inputs_embeds"].shape
+    if width not in (0, shape[-1]):
         raise InputError(
-            f"inputs_embeds have shape {list(found)}, but the encoder of {type(model).__name__} reads [rows, columns, "
+            f"inputs_embeds have shape {list(shape)}, but the encoder of {type(model).__name__} reads [rows, columns, "
             f"{width}]"
         )
 
 
-def _check_columns(model: PreTrainedModel, given: dict[str, Any], source: torch.Tensor, name: str) -> None:
+def _check_columns(model: PreTrainedModel, named_inputs: dict[str, Any], source: torch.Tensor, name: str) -> None:
     """Whether the mask and what the decoder begins with are for this source, which is called `name`."""
-    mask, begun, outputs = (given.get(part) for part in ("attention_mask", "decoder_input_ids", "encoder_outputs"))
+    mask, begun, outputs = (named_inputs.get(key) for key in ("attention_mask", "decoder_input_ids", "encoder_outputs"))
     reads_tokens = name in ("input_ids", "inputs_embeds")
-    read, called = list(source.shape[: 2 if reads_tokens else 1]), name
+    source_shape, called = list(source.shape[: 2 if reads_tokens else 1]), name
     if outputs is not None:
         _check_states(model, outputs.last_hidden_state, source, name)
         has_mask = hasattr(outputs, "attention_mask")  # udop makes states of images too, and a mask for all
-        read = list(outputs.last_hidden_state.shape[: 2 if reads_tokens and not has_mask else 1])
+        source_shape = list(outputs.last_hidden_state.shape[: 2 if reads_tokens and not has_mask else 1])
         called = "encoder_outputs"
-    if mask is not None and (mask.ndim != 2 or list(mask.shape[: len(read)]) != read):
-        wanted = read if len(read) > 1 else [*read, "columns"]
+    if mask is not None and (mask.ndim != 2 or list(mask.shape[: len(source_shape)]) != source_shape):
+        expected_shape = source_shape if len(source_shape) > 1 else [*source_shape, "columns"]
         raise InputError(
-            f"attention_mask has shape {list(mask.shape)}, but {called} have {wanted}: it needs one entry per token "
-            "that the encoder reads"
+            f"attention_mask has shape {list(mask.shape)}, but {called} have {expected_shape}: it needs one entry per "
+            "token that the encoder reads"
         )
     if begun is not None and len(begun) != len(source):
         raise InputError(
@@ -178,27 +179,29 @@ def _check_states(model: PreTrainedModel, states: torch.Tensor, source: torch.Te
         )
 
 
-def _encoded(source: Source, given: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
-    """`given` with the encoder's outputs, of all rows at once or in parts. largest: bytes of the largest matrix."""
-    rows, parts = len(source.inputs), 1
+def _encoded(source: Source, model_kwargs: dict[str, Any], recover: Recover, largest: int) -> dict[str, Any]:
+    """`model_kwargs` with the encoder's outputs, of all rows or in groups. largest: bytes of the largest matrix."""
+    rows, groups = len(source.inputs), 1
     while True:
         with recovering(size=largest) as outcome:
-            return _in_parts(source, given, parts)
+            return _in_parts(source, model_kwargs, groups)
         assert outcome.failure is not None
-        by_row = all(part.shape[:1] == (rows,) for part in given.values() if isinstance(part, torch.Tensor))
-        parts = recover(outcome.failure, parts, rows if by_row else 1)
+        by_row = all(
+            tensor.shape[:1] == (rows,) for tensor in model_kwargs.values() if isinstance(tensor, torch.Tensor)
+        )
+        groups = recover(outcome.failure, groups, rows if by_row else 1)
         empty_allocators()
 
 
-def _in_parts(source: Source, given: dict[str, Any], parts: int) -> dict[str, Any]:
+def _in_parts(source: Source, model_kwargs: dict[str, Any], groups: int) -> dict[str, Any]:
     prepare, inputs = source.prepare, source.inputs
-    if parts == 1:
-        return prepare(inputs, dict(given))
+    if groups == 1:
+        return prepare(inputs, dict(model_kwargs))
     outputs, rows = [], len(inputs)
-    for index in torch.arange(rows, device=inputs.device).tensor_split(parts):
-        of_rows = {name: index_rows(value, index, rows) for name, value in given.items()}
+    for index in torch.arange(rows, device=inputs.device).tensor_split(groups):
+        of_rows = {name: index_rows(value, index, rows) for name, value in model_kwargs.items()}
         outputs.append(prepare(inputs[index], of_rows)["encoder_outputs"])
-    return given | {"encoder_outputs": join_rows(outputs)}
+    return model_kwargs | {"encoder_outputs": join_rows(outputs)}
 
 
 def largest_matrix_bytes(model: PreTrainedModel) -> int:
@@ -219,9 +222,11 @@ def source_again(
         )
     model_kwargs = {key: value for key, value in prompt.model_kwargs.items() if key != "encoder_outputs"}
     device, takes = prompt_device(model), forward_parameters(model)
-    given = {name: source.inputs} | {key: value for key, value in model_kwargs.items() if key in takes}
-    own, again = read_source(model, None, move(given, device), None, copy.deepcopy(config), device)
-    return own.model_kwargs, again
+    named_inputs = {name: source.inputs} | {key: value for key, value in model_kwargs.items() if key in takes}
+    draft_prompt, draft_source = read_source(
+        model, None, move(named_inputs, device), None, copy.deepcopy(config), device
+    )
+    return draft_prompt.model_kwargs, draft_source
 
 
 def _source_name(model: PreTrainedModel) -> str:
@@ -239,48 +244,50 @@ def _read_source(
 ) -> dict[str, Any]:
     """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
     name = _source_name(model)
-    inputs, given = merged(inputs, model_kwargs)
-    if inputs is not None and name in given:
+    inputs, named_inputs = merged(inputs, model_kwargs)
+    if inputs is not None and name in named_inputs:
         raise InputError(f"{name} given twice: in the inputs and as a keyword")
-    given = _complete_given(given)
+    named_inputs = _complete_given(named_inputs)
     if name != "input_ids":
-        given |= {} if inputs is None else {name: inputs}
-        return given | {name: _as_features(given[name], name)} if name in given else given
-    if inputs is None and "input_ids" not in given:
-        return given
-    prompt = read_prompt(inputs, given, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id, options=options)
-    given = prompt.model_kwargs | {
+        named_inputs |= {} if inputs is None else {name: inputs}
+        return named_inputs | {name: _as_features(named_inputs[name], name)} if name in named_inputs else named_inputs
+    if inputs is None and "input_ids" not in named_inputs:
+        return named_inputs
+    prompt = read_prompt(inputs, named_inputs, tokenizer, bos_id=None, pad_left=False, pad_id=pad_id, options=options)
+    named_inputs = prompt.model_kwargs | {
         "input_ids": prompt.ids,
         "attention_mask": prompt.mask,
         "inputs_embeds": prompt.embeds,
     }
-    return {key: value for key, value in given.items() if value is not None}
+    return {key: value for key, value in named_inputs.items() if value is not None}
 
 
-def _as_features(given: Any, name: str) -> torch.Tensor:
+def _as_features(value: Any, name: str) -> torch.Tensor:
     """A tensor [rows, ...] of features in any form; arrays of double precision in torch's usual one."""
     try:
-        features = as_tensor(given)
+        features = as_tensor(value)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise InputError(f"{name} are a rectangular array of numbers, but: {error}") from error
     if features.ndim < 2:
         raise InputError(f"{name} have shape {list(features.shape)}, but the encoder reads [rows, ...]")
-    is_double = features.dtype == torch.float64 and not isinstance(given, torch.Tensor)
+    is_double = features.dtype == torch.float64 and not isinstance(value, torch.Tensor)
     return features.to(torch.get_default_dtype()) if is_double else features
 
 
-def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
+def _complete_given(named_inputs: dict[str, Any]) -> dict[str, Any]:
     """What was given by name, lists as tensors and tuples as outputs; None is nothing. Raises `InputError`."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if "inputs_embeds" in given:
-        given["inputs_embeds"] = as_embeds(given["inputs_embeds"])
-    if "decoder_input_ids" in given:
-        given["decoder_input_ids"] = as_ids(given["decoder_input_ids"], "decoder_input_ids")
-    if "decoder_attention_mask" in given:
-        given["decoder_attention_mask"] = as_mask(given["decoder_attention_mask"], "decoder_attention_mask")
-    outputs = given.get("encoder_outputs")
+    named_inputs = {name: value for name, value in named_inputs.items() if value is not None}
+    if "inputs_embeds" in named_inputs:
+        named_inputs["inputs_embeds"] = as_embeds(named_inputs["inputs_embeds"])
+    if "decoder_input_ids" in named_inputs:
+        named_inputs["decoder_input_ids"] = as_ids(named_inputs["decoder_input_ids"], "decoder_input_ids")
+    if "decoder_attention_mask" in named_inputs:
+        named_inputs["decoder_attention_mask"] = as_mask(
+            named_inputs["decoder_attention_mask"], "decoder_attention_mask"
+        )
+    outputs = named_inputs.get("encoder_outputs")
     if isinstance(outputs, (tuple, list)) and outputs:
-        given["encoder_outputs"] = outputs = BaseModelOutput(*outputs[:3])
+        named_inputs["encoder_outputs"] = outputs = BaseModelOutput(*outputs[:3])
     states = getattr(outputs, "last_hidden_state", None)
     if outputs is not None and not isinstance(states, torch.Tensor):
         raise InputError(
@@ -292,7 +299,7 @@ def _complete_given(given: dict[str, Any]) -> dict[str, Any]:
             f"encoder_outputs have a last_hidden_state of shape {list(states.shape)}, but the decoder looks at [rows, "
             "columns, width]"
         )
-    return given
+    return named_inputs
 
 
 def encoder_records(model_kwargs: dict[str, Any], flags: dict[str, bool]) -> dict[str, Any]:

@@ -48,21 +48,21 @@ def processing(
     source: Source | None,
     config: GenerationConfig,
     scored: int,
-    given: Sequence | None,
+    call_processors: Sequence | None,
     constraint: Callable | None,
 ) -> Processing:
     """scored: rows per prompt whose scores are processed at a time."""
-    read = what_is_read(prompt, source)
+    read_ids = what_is_read(prompt, source)
     mask = mask.repeat_interleave(scored, dim=0)
-    if read.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
-        read = read.repeat_interleave(scored, dim=0)
+    if read_ids.ndim == 2:  # in transformers 5.17 a processor would take the rows of the first prompt for all prompts
+        read_ids = read_ids.repeat_interleave(scored, dim=0)
     try:
         processors = logits_processors(
             model,
             config,
             input_ids_seq_length=prompt.ids.shape[1],
-            encoder_input_ids=read,
-            logits_processor=LogitsProcessorList(given or []),
+            encoder_input_ids=read_ids,
+            logits_processor=LogitsProcessorList(call_processors or []),
             device=str(mask.device),
             model_kwargs={"attention_mask" if source is None else "decoder_attention_mask": mask},
             prefix_allowed_tokens_fn=constraint,
@@ -84,10 +84,11 @@ def read_grammar(
     constraints = read_constraints(call, len(prompt.ids))
     if constraints is None:
         return None
-    said, vocabulary = next(one.said for one in constraints if one is not None), vocabulary_of(model)
+    parameter = next(constraint.said for constraint in constraints if constraint is not None)
+    vocabulary = vocabulary_of(model)
     if vocabulary is None:
-        raise OptionError(f"{said} needs to know how many tokens {type(model).__name__} has scores for")
-    leave_out_own_settings(call, config, said)
+        raise OptionError(f"{parameter} needs to know how many tokens {type(model).__name__} has scores for")
+    leave_out_own_settings(call, config, parameter)
     grammar = Grammar(constraints, call.tokenizer, vocabulary, eos_ids, prompt.ids.shape[1])
     grammar.check_length(new_tokens)
     return grammar
@@ -96,7 +97,7 @@ def read_grammar(
 def ended(
     model: PreTrainedModel,
     config: GenerationConfig,
-    given: Sequence | None,
+    call_criteria: Sequence | None,
     tokenizer: Any,
     grammar: Grammar | None,
     stops_from: int,
@@ -116,12 +117,15 @@ def ended(
 
         @functools.cache
         def criteria() -> Criteria:  # stop strings take a while to prepare, and only searches ask
-            found = stopping_criteria(model, config, StoppingCriteriaList(given or []), tokenizer)
-            own = [one for one in found if one not in (given or [])]
-            for one in own:
-                if isinstance(one, MaxTimeCriteria):  # of the run, not of its first token
-                    one.initial_timestamp = begun
-            return Criteria(of_all_ranks(adapted(one) if one in own else one, ranks_of(model)) for one in found)
+            all_criteria = stopping_criteria(model, config, StoppingCriteriaList(call_criteria or []), tokenizer)
+            default_criteria = [criterion for criterion in all_criteria if criterion not in (call_criteria or [])]
+            for criterion in default_criteria:
+                if isinstance(criterion, MaxTimeCriteria):  # of the run, not of its first token
+                    criterion.initial_timestamp = begun
+            return Criteria(
+                of_all_ranks(adapted(criterion) if criterion in default_criteria else criterion, ranks_of(model))
+                for criterion in all_criteria
+            )
 
         return lambda ids: criteria()(ids, None)
 
@@ -138,27 +142,27 @@ def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     return stops
 
 
-def replaces(given: Sequence[Any] | None, kind: type) -> bool:
+def replaces(criteria: Sequence[Any] | None, criterion_class: type) -> bool:
     """Whether the caller's criteria take the place of the call's own one of this kind, as in transformers."""
-    return any(type(one) is kind for one in given or ())
+    return any(type(criterion) is criterion_class for criterion in criteria or ())
 
 
 class Criteria(StoppingCriteriaList):
     """Criteria whose verdicts are checked: each is bool [rows], or one for all rows."""
 
-    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **more: Any) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: Any) -> torch.Tensor:
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self:
-            ended |= _checked(name_of(criterion), criterion(ids, scores, **more), len(ids)).to(ids.device)
+            ended |= _checked(name_of(criterion), criterion(ids, scores, **kwargs), len(ids)).to(ids.device)
         return ended
 
 
 def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
     expected = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
     try:
-        found = as_tensor(verdict)
+        ends = as_tensor(verdict)
     except (ValueError, TypeError, RuntimeError) as error:
         raise OptionError(f"{expected}, but it returned {verdict!r:.80}") from error
-    if found.is_floating_point() or found.is_complex() or list(found.shape) not in ([], [1], [rows]):
-        raise OptionError(f"{expected}, but it returned {found.dtype} {list(found.shape)}")
-    return found.bool()
+    if ends.is_floating_point() or ends.is_complex() or list(ends.shape) not in ([], [1], [rows]):
+        raise OptionError(f"{expected}, but it returned {ends.dtype} {list(ends.shape)}")
+    return ends.bool()

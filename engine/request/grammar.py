@@ -60,9 +60,9 @@ class Grammar(LogitsProcessor):
         prompt_columns: int,
     ):
         self.constraints = tuple(constraints)
-        self.__name__ = next(one.said for one in constraints if one is not None)  # in messages
-        unique = list(dict.fromkeys(one for one in constraints if one is not None))
-        self._kinds = [None if one is None else unique.index(one) for one in constraints]
+        self.__name__ = next(constraint.said for constraint in constraints if constraint is not None)  # in messages
+        unique = list(dict.fromkeys(constraint for constraint in constraints if constraint is not None))
+        self._kinds = [None if constraint is None else unique.index(constraint) for constraint in constraints]
         self._ends = frozenset(token for token in eos_ids if 0 <= token < vocabulary)
         self._prompt_columns, self._most = prompt_columns, _KEPT
         if not self._ends:
@@ -76,7 +76,7 @@ class Grammar(LogitsProcessor):
         self.ordinary_ends = self._ends - library_ends
         self._special_ends, self._stand_ins = self._ends & library_ends, library_ends - self._ends
         self._library = _library_tokenizer(tokenizer, vocabulary, sorted(library_ends), unique[0].said)
-        self._begin = [_State(_matcher(one, self._library)) for one in unique]
+        self._begin = [_State(_matcher(constraint, self._library)) for constraint in unique]
         self._states: dict[_Text, _State] = {(number, ()): state for number, state in enumerate(self._begin)}
         self._announced: tuple[torch.Tensor, list[_Text | None]] | None = None
 
@@ -88,12 +88,12 @@ class Grammar(LogitsProcessor):
     def check_length(self, new_tokens: int) -> None:
         """Raise `OptionError` if no text of so many tokens is complete, as far as that is known before."""
         for number, state in enumerate(self._begin):
-            least = len(self._certain(state.matcher)) + 1
-            if least > new_tokens:
-                said = self.constraints[self._kinds.index(number)].said  # type: ignore[union-attr]
+            min_tokens = len(self._certain(state.matcher)) + 1
+            if min_tokens > new_tokens:
+                parameter = self.constraints[self._kinds.index(number)].said  # type: ignore[union-attr]
                 raise OptionError(
-                    f"{said} takes {least} tokens or more, of which {least - 1} are certain and one is the end token, "
-                    f"and max_new_tokens leaves {new_tokens}: raise it"
+                    f"{parameter} takes {min_tokens} tokens or more, of which {min_tokens - 1} are certain and one is "
+                    f"the end token, and max_new_tokens leaves {new_tokens}: raise it"
                 )
 
     def announce(self, ids: torch.Tensor) -> None:
@@ -128,11 +128,11 @@ class Grammar(LogitsProcessor):
     def belongs(self, ids: torch.Tensor, prompt: int | None = None) -> torch.Tensor:
         """Whether the last token of each text ids [rows, columns] is one of `ordinary_ends` and text of its form, bool
         [rows]. prompt: that of all rows; None where the rows are those of all prompts in turn."""
-        found = [tokens[-1] in self.ordinary_ends for tokens in ids[:, -1:].tolist()]
-        if any(found):
+        verdicts = [tokens[-1] in self.ordinary_ends for tokens in ids[:, -1:].tolist()]
+        if any(verdicts):
             texts = self._texts(ids, prompt)
-            found = [is_end and self._holds(text) for is_end, text in zip(found, texts, strict=True)]
-        return torch.tensor(found, device=ids.device)
+            verdicts = [is_end and self._holds(text) for is_end, text in zip(verdicts, texts, strict=True)]
+        return torch.tensor(verdicts, device=ids.device)
 
     def _holds(self, text: _Text | None) -> bool:
         """Whether all tokens of a text are of its form."""
@@ -144,39 +144,39 @@ class Grammar(LogitsProcessor):
 
     def parsed(self, texts: Sequence[str], are_complete: Sequence[bool]) -> list[Any]:
         """What complete texts mean, by row; None for others, and for what a model of pydantic does not accept."""
-        each, found = len(texts) // len(self.constraints), []
+        rows_per_prompt, values = len(texts) // len(self.constraints), []
         for row, (text, is_complete) in enumerate(zip(texts, are_complete, strict=True)):
-            constraint, value = self.constraints[row // each], None
+            constraint, value = self.constraints[row // rows_per_prompt], None
             if is_complete and constraint is not None and constraint.parse is not None:
                 try:
                     value = constraint.parse(text)
                 except Exception as error:  # validators may ask for more than the schema says
                     _logger.warning("row %d follows %s and cannot be read: %s", row, constraint.said, error)
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
     def _texts(self, ids: torch.Tensor, prompt: int | None = None) -> list[_Text | None]:
         """The text of each row; None where there is no constraint, `_ENDED` behind an end token without text. prompt:
         see `belongs`."""
-        kinds = self._kinds if prompt is None else self._kinds[prompt : prompt + 1]
-        each, found = len(ids) // len(kinds), list[_Text | None]()
+        indices = self._kinds if prompt is None else self._kinds[prompt : prompt + 1]
+        rows_per_prompt, texts = len(ids) // len(indices), list[_Text | None]()
         for row, tokens in enumerate(ids[:, self._prompt_columns :].tolist()):
-            number = kinds[row // each if self.differs else 0]
+            number = indices[row // rows_per_prompt if self.differs else 0]
             if number is None:
-                found.append(None)
+                texts.append(None)
             else:
-                found.append((number, tuple(tokens)) if self._special_ends.isdisjoint(tokens) else _ENDED)
-        return found
+                texts.append((number, tuple(tokens)) if self._special_ends.isdisjoint(tokens) else _ENDED)
+        return texts
 
     def _reached(self, ids: torch.Tensor) -> list[_Text | None]:
         """The text of each row, with a state for it."""
         announced, self._announced = self._announced, None
         texts = announced[1] if announced is not None and announced[0] is ids else self._texts(ids)
-        wanted = {text for text in texts if text is not None and text is not _ENDED}
-        sources = {text: self._nearest(text) for text in wanted if text not in self._states}
+        needed = {text for text in texts if text is not None and text is not _ENDED}
+        sources = {text: self._nearest(text) for text in needed if text not in self._states}
         for text, source in sources.items():
             self._states[text] = self._after(source, text)
-        self._evict(wanted)
+        self._evict(needed)
         return texts
 
     def _nearest(self, text: _Text) -> _Text:
@@ -185,25 +185,27 @@ class Grammar(LogitsProcessor):
         parent = self._states.get((number, tokens[:-1]))
         if parent is not None and not parent.has_left:
             return number, tokens[:-1]
-        known = [one for one, state in self._states.items() if one[0] == number and not state.has_left]
-        return max(known, key=lambda one: _common(one[1], tokens))
+        candidates = [
+            candidate for candidate, state in self._states.items() if candidate[0] == number and not state.has_left
+        ]
+        return max(candidates, key=lambda candidate: _common(candidate[1], tokens))
 
     def _after(self, source: _Text, text: _Text) -> _State:
         """The state of `text`, made from that of `source`."""
         matcher, common = self._states[source].matcher.deep_copy(), _common(source[1], text[1])
         if common < len(source[1]) and not matcher.rollback(len(source[1]) - common):
             matcher, common = self._begin[text[0]].matcher.deep_copy(), 0
-        rest = list(text[1][common:])
-        left = rest[matcher.try_consume_tokens(rest) :]
-        has_ended = bool(left) and left[0] in self.ordinary_ends and matcher.is_accepting()
-        return _State(matcher, has_left=bool(left), has_ended=has_ended)
+        appended = list(text[1][common:])
+        remaining = appended[matcher.try_consume_tokens(appended) :]
+        has_ended = bool(remaining) and remaining[0] in self.ordinary_ends and matcher.is_accepting()
+        return _State(matcher, has_left=bool(remaining), has_ended=has_ended)
 
-    def _evict(self, wanted: set[_Text]) -> None:
+    def _evict(self, needed: set[_Text]) -> None:
         """Keep the states that are wanted, those of the empty texts, and the newest of the others: searches in groups
         ask about the rows of one group at a time."""
-        others = [text for text in self._states if text[1] and text not in wanted]
-        self._most = max(self._most, 4 * len(wanted))
-        for text in others[: max(0, len(others) + len(wanted) - self._most)]:
+        idle = [text for text in self._states if text[1] and text not in needed]
+        self._most = max(self._most, 4 * len(needed))
+        for text in idle[: max(0, len(idle) + len(needed) - self._most)]:
             del self._states[text]
 
     def _certain(self, matcher: Any) -> list[int]:
@@ -230,9 +232,12 @@ class Grammar(LogitsProcessor):
                     for token in self.ordinary_ends | self._stand_ins:
                         state.allowed[token] = token in self._ends
             if state.matcher.is_error():
-                said = next(one.said for one, number in zip(self.constraints, self._kinds, strict=True)
-                            if one is not None and number == text[0])  # fmt: skip
-                raise OptionError(f"{said} cannot be followed further: {_in_short(state.matcher.get_error())}")
+                parameter = next(
+                    constraint.said
+                    for constraint, number in zip(self.constraints, self._kinds, strict=True)
+                    if constraint is not None and number == text[0]
+                )
+                raise OptionError(f"{parameter} cannot be followed further: {_in_short(state.matcher.get_error())}")
         return state
 
     def _allowed(self, text: _Text, state: _State) -> bytes | bytearray:
@@ -240,9 +245,11 @@ class Grammar(LogitsProcessor):
         number, tokens = text
         length = self._unique[number].number_length
         if length is not None:
-            before = (len(tokens) - new for new in range(1, min(len(tokens), _KEPT) + 1))
-            known = ((end, self._states.get((number, tokens[:end]))) for end in before)
-            end, reading = next(((end, one.reading) for end, one in known if one and one.reading), (0, Reading()))
+            ends = (len(tokens) - distance for distance in range(1, min(len(tokens), _KEPT) + 1))
+            states = ((end, self._states.get((number, tokens[:end]))) for end in ends)
+            end, reading = next(
+                ((end, entry.reading) for end, entry in states if entry and entry.reading), (0, Reading())
+            )
             state.reading, _ = length.after(reading, self._library.decode_bytes(list(tokens[end:])))
             if state.reading.is_in_number:
                 return number_tokens(self._tokenizer, self._library).allowed(state.matcher, length, state.reading)
@@ -250,39 +257,40 @@ class Grammar(LogitsProcessor):
         return allowed
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
     """How many tokens two texts have in common."""
-    differs = (number for number, (left, right) in enumerate(zip(one, other, strict=False)) if left != right)
-    return next(differs, min(len(one), len(other)))
+    pairs = zip(tokens, other_tokens, strict=False)
+    differs = (number for number, (token, other_token) in enumerate(pairs) if token != other_token)
+    return next(differs, min(len(tokens), len(other_tokens)))
 
 
 _TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
-def _library_tokenizer(tokenizer: Any, vocabulary: int, ends: list[int], said: str) -> Any:
+def _library_tokenizer(tokenizer: Any, vocabulary: int, ends: list[int], parameter: str) -> Any:
     """The tokenizer in the form of llguidance, which takes up to a second to make. vocabulary: scores of the model."""
     from llguidance import hf
 
     if tokenizer is None:
-        raise OptionError(f"{said} is about the text: pass tokenizer=..., or give the model as a path")
+        raise OptionError(f"{parameter} is about the text: pass tokenizer=..., or give the model as a path")
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise OptionError(
-            f"{said} needs a tokenizer of the package tokenizers, whose tokens llguidance can read, and this is a "
+            f"{parameter} needs a tokenizer of the package tokenizers, whose tokens llguidance can read, and this is a "
             f"{type(tokenizer).__name__}"
         )
     if len(tokenizer) > vocabulary:
         raise OptionError(
-            f"{said}: the tokenizer has {len(tokenizer)} tokens and the model scores of {vocabulary}, so they do not "
-            "belong together: give the model's own tokenizer"
+            f"{parameter}: the tokenizer has {len(tokenizer)} tokens and the model scores of {vocabulary}, so they do "
+            "not belong together: give the model's own tokenizer"
         )
-    known = _TOKENIZERS.setdefault(tokenizer, {})
+    library_tokenizers = _TOKENIZERS.setdefault(tokenizer, {})
     key = (len(tokenizer), vocabulary, *ends)
-    if key not in known:
+    if key not in library_tokenizers:
         try:
-            known[key] = hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
+            library_tokenizers[key] = hf.from_tokenizer(tokenizer, n_vocab=vocabulary, eos_token=ends)
         except ValueError as error:
-            raise OptionError(f"{said}: llguidance cannot read the tokenizer: {_in_short(str(error))}") from error
-    return known[key]
+            raise OptionError(f"{parameter}: llguidance cannot read the tokenizer: {_in_short(str(error))}") from error
+    return library_tokenizers[key]
 
 
 def _matcher(constraint: Constraint, library: Any) -> Any:
@@ -292,9 +300,9 @@ def _matcher(constraint: Constraint, library: Any) -> Any:
     matcher = LLMatcher(library, constraint.grammar, log_level=0)
     is_empty = not matcher.is_error() and not any(matcher.compute_logit_bias())
     if matcher.is_error() or is_empty:
-        why = matcher.get_error()
-        is_empty |= why.startswith("NoExtensionBias")
-        raise OptionError(f"{constraint.said}: {'no text can follow it' if is_empty else _in_short(why)}")
+        error = matcher.get_error()
+        is_empty |= error.startswith("NoExtensionBias")
+        raise OptionError(f"{constraint.said}: {'no text can follow it' if is_empty else _in_short(error)}")
     return matcher
 
 

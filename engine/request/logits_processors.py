@@ -48,9 +48,9 @@ class Processing:
     def __init__(self, processors: Sequence[Any], prompt: torch.Tensor):
         self._prompts = len(prompt)
         self._processors = LogitsProcessorList(_from_ids_alone(processor, prompt.shape[1]) for processor in processors)
-        constraints = [one for one in processors if isinstance(one, PrefixConstrainedLogitsProcessor)]
+        constraints = [processor for processor in processors if isinstance(processor, PrefixConstrainedLogitsProcessor)]
         functions = [constraint_of(constraint) for constraint in constraints]
-        self._stateful = [one for one in [*processors, *functions] if _is_stateful(one)]
+        self._stateful = [processor for processor in [*processors, *functions] if _is_stateful(processor)]
         self._last_ids: torch.Tensor | None = None  # the ids that they were called with last
         self._origins = torch.arange(self._prompts, device="cpu")  # of which prompt each row is
         self._by_place = next((processor for processor in processors if _knows_rows_by_place(processor)), None)
@@ -58,7 +58,7 @@ class Processing:
         self.given = tuple(processors)
         self.names = [name_of(processor) for processor in processors]
         # It was asked for, so what is NaN or infinite before is none of the engine's business.
-        self.repairs = any(isinstance(one, InfNanRemoveLogitsProcessor) for one in processors)
+        self.repairs = any(isinstance(processor, InfNanRemoveLogitsProcessor) for processor in processors)
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._rows_mixed and self._by_place is not None:
@@ -96,32 +96,32 @@ class Processing:
 
     def _follow(self, ids: torch.Tensor) -> None:
         """Have forgotten what is not about these ids."""
-        known = self._last_ids
-        if known is not None and len(known) != len(ids):
+        last_ids = self._last_ids
+        if last_ids is not None and len(last_ids) != len(ids):
             raise EngineError(
-                f"the strategy has scores of {len(ids)} rows processed after those of {len(known)}, and processors "
+                f"the strategy has scores of {len(ids)} rows processed after those of {len(last_ids)}, and processors "
                 "that follow rows do not know which became which: yield Rows in between"
             )
         agreed = 0
-        if known is not None:
-            columns = min(known.shape[1], ids.shape[1])
-            agreed = int((known[:, :columns] == ids[:, :columns]).all(dim=0).long().cumprod(dim=0).sum())
-        if known is None or agreed < known.shape[1]:
+        if last_ids is not None:
+            columns = min(last_ids.shape[1], ids.shape[1])
+            agreed = int((last_ids[:, :columns] == ids[:, :columns]).all(dim=0).long().cumprod(dim=0).sum())
+        if last_ids is None or agreed < last_ids.shape[1]:
             for processor in self._stateful:
                 processor.crop(agreed)
         self._last_ids = ids.clone()
 
 
-def _checked(name: str, made: Any, given: torch.Tensor) -> torch.Tensor:
-    """What a processor made of the scores `given` [rows, vocabulary]."""
-    if not isinstance(made, torch.Tensor):
-        raise OptionError(f"{name} returned {type(made).__name__} where the scores {list(given.shape)} belong")
-    if made.shape != given.shape:
+def _checked(name: str, processed: Any, scores: torch.Tensor) -> torch.Tensor:
+    """What a processor made of `scores` [rows, vocabulary]."""
+    if not isinstance(processed, torch.Tensor):
+        raise OptionError(f"{name} returned {type(processed).__name__} where the scores {list(scores.shape)} belong")
+    if processed.shape != scores.shape:
         raise OptionError(
-            f"{name} made scores of shape {list(made.shape)} from scores of shape {list(given.shape)}, so rows or "
-            "tokens would get those of others: a logits processor returns [rows, vocabulary], as it is given"
+            f"{name} made scores of shape {list(processed.shape)} from scores of shape {list(scores.shape)}, so rows "
+            "or tokens would get those of others: a logits processor returns [rows, vocabulary], as it is given"
         )
-    return made
+    return processed
 
 
 def name_of(processor: Any) -> str:
@@ -142,14 +142,16 @@ def _is_stateful(processor: Any) -> bool:
 
 def with_own_processors(parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a call with copies of the processors that follow one run at a time."""
-    own = dict(parameters)
+    copied = dict(parameters)
     for name in ("logits_processor", "prefix_allowed_tokens_fn"):
-        given = own.get(name)
-        if isinstance(given, (list, tuple)):
-            own[name] = type(given)(copy.deepcopy(one) if _is_stateful(one) else one for one in given)
-        elif given is not None and _is_stateful(given):
-            own[name] = copy.deepcopy(given)
-    return own
+        processors = copied.get(name)
+        if isinstance(processors, (list, tuple)):
+            copied[name] = type(processors)(
+                copy.deepcopy(processor) if _is_stateful(processor) else processor for processor in processors
+            )
+        elif processors is not None and _is_stateful(processors):
+            copied[name] = copy.deepcopy(processors)
+    return copied
 
 
 def _knows_rows_by_place(processor: Any) -> bool:
@@ -195,8 +197,8 @@ class _Watermark(LogitsProcessor):
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         mark, rows = self._watermark, len(ids)
         width = mark.ngram_len - 1
-        new = torch.nn.functional.pad(ids[:, self._prompt_columns :], (width, 0))
-        contexts = new.unfold(1, width, 1)  # [rows, calls, width], that of this call the last
+        generated = torch.nn.functional.pad(ids[:, self._prompt_columns :], (width, 0))
+        contexts = generated.unfold(1, width, 1)  # [rows, calls, width], that of this call the last
         mark.state = None
         if contexts.shape[1] > 1:
             mark.state = SynthIDTextWatermarkState(rows, mark.ngram_len, mark.context_history_size, ids.device)

@@ -65,8 +65,8 @@ def _own_positions(
     log = None if cache is None else cache.log
     has_media = any(name not in PER_TOKEN for name in model_kwargs)
     if cached > 0 and not has_media and log is not None and log.positions is not None:
-        known = log.positions[..., :cached].to(mask.device)
-        return torch.cat([known, known[..., -1:] + mask[:, cached:].cumsum(dim=1)], dim=-1)
+        logged = log.positions[..., :cached].to(mask.device)
+        return torch.cat([logged, logged[..., -1:] + mask[:, cached:].cumsum(dim=1)], dim=-1)
     handle = None if cache is None or has_media or cached == 0 else cache.handle
     inputs = prompt.ids if prompt.embeds is None else prompt.embeds
     try:

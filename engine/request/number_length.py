@@ -58,15 +58,15 @@ class NumberLength:
         return reading, fits
 
     def _fits(self, reading: Reading, byte: int) -> bool:
-        place, digits, *_ = reading
-        if place is Place.INTEGER:
+        region, digits, *_ = reading
+        if region is Place.INTEGER:
             return digits <= self.integer
-        if place is Place.FRACTION:  # behind the point there has to be room for a digit
+        if region is Place.FRACTION:  # behind the point there has to be room for a digit
             return -self.significant <= digits <= self.significant - (byte == ord("."))
-        if place is not Place.EXPONENT:
+        if region is not Place.EXPONENT:
             return True
-        most = _LARGEST_EXPONENT - (0, 1, self.integer - 1)[reading.size]
-        return digits <= self.exponent and (reading.exponent is None or reading.exponent <= most)
+        max_exponent = _LARGEST_EXPONENT - (0, 1, self.integer - 1)[reading.size]
+        return digits <= self.exponent and (reading.exponent is None or reading.exponent <= max_exponent)
 
 
 def number_length(schema: Any) -> NumberLength:
@@ -82,8 +82,8 @@ def number_length(schema: Any) -> NumberLength:
         if is_rounded and name in ("const", "enum"):
             raise ValueError(f"{name} has {value}, which a grammar of JSON rounds to {float(value)!r}")
         if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf"):
-            before, _, behind = format(abs(Decimal(repr(value))), "f").partition(".")
-            integer, significant = max(integer, len(before)), max(significant, len(before) + len(behind))
+            integral, _, fraction = format(abs(Decimal(repr(value))), "f").partition(".")
+            integer, significant = max(integer, len(integral)), max(significant, len(integral) + len(fraction))
     return NumberLength(integer, significant)
 
 
@@ -100,14 +100,14 @@ def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
 
 def _next(reading: Reading, byte: int) -> Reading:
     """The reading behind one more byte of a JSON text."""
-    place, digits, size, exponent = reading
-    if place is Place.ESCAPE:
+    region, digits, size, exponent = reading
+    if region is Place.ESCAPE:
         return Reading(Place.STRING)
-    if place is Place.STRING:
+    if region is Place.STRING:
         return Reading({ord('"'): Place.OUTSIDE, ord("\\"): Place.ESCAPE}.get(byte, Place.STRING))
     if byte == ord('"'):
         return Reading(Place.STRING)
-    if place is Place.OUTSIDE or byte not in _NUMBER_CHARACTERS:
+    if region is Place.OUTSIDE or byte not in _NUMBER_CHARACTERS:
         is_digit = byte in _DIGITS
         return Reading(Place.INTEGER, int(byte != ord("0")), int(byte > ord("1"))) if is_digit else Reading()
     if byte == ord("."):
@@ -116,12 +116,12 @@ def _next(reading: Reading, byte: int) -> Reading:
         return Reading(Place.EXPONENT, 0, size)
     if byte not in _DIGITS:  # the sign of an exponent
         return reading._replace(exponent=None) if byte == ord("-") else reading
-    if place is Place.EXPONENT:
+    if region is Place.EXPONENT:
         exponent = None if exponent is None else 10 * exponent + byte - ord("0")
-        return Reading(place, digits + 1, size, exponent)
-    if place is Place.FRACTION and digits <= 0:
-        return Reading(place, digits - 1 if byte == ord("0") else 1, size)
-    return Reading(place, digits + 1, 2 if place is Place.INTEGER else size)
+        return Reading(region, digits + 1, size, exponent)
+    if region is Place.FRACTION and digits <= 0:
+        return Reading(region, digits - 1 if byte == ord("0") else 1, size)
+    return Reading(region, digits + 1, 2 if region is Place.INTEGER else size)
 
 
 class NumberTokens:
@@ -173,7 +173,7 @@ _TOKENS: WeakKeyDictionary[Any, dict[int, NumberTokens]] = WeakKeyDictionary()
 
 def number_tokens(tokenizer: Any, library: Any) -> NumberTokens:
     """Of a tokenizer of transformers and llguidance's for it. Made once: every token is spelled."""
-    known = _TOKENS.setdefault(tokenizer, {})
-    if library.vocab_size not in known:
-        known[library.vocab_size] = NumberTokens(library)
-    return known[library.vocab_size]
+    by_size = _TOKENS.setdefault(tokenizer, {})
+    if library.vocab_size not in by_size:
+        by_size[library.vocab_size] = NumberTokens(library)
+    return by_size[library.vocab_size]

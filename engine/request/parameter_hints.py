@@ -50,10 +50,10 @@ ELSEWHERE = {
 # fmt: on
 
 
-def hint(name: str, known: set[str]) -> str:
+def hint(name: str, names: set[str]) -> str:
     """What may have been meant by an unknown parameter: two or three names, or where all of them are listed."""
     if name in ELSEWHERE:
         return f"here it is {ELSEWHERE[name]}"
-    return nearest(name, sorted(one for one in known if not one.startswith("_")), most=0) or (
+    return nearest(name, sorted(parameter for parameter in names if not parameter.startswith("_")), most=0) or (
         "help(engine.generate) lists the parameters"
     )

@@ -93,25 +93,26 @@ def read_request(
 ) -> Request:
     """Read and check all that needs no forward. cache: the live one. Raises `InputError` and `OptionError`."""
     check_model(model)
-    said = _read_said(model, call, draft)
-    config, chosen = said.config, said.strategy
+    arguments = _read_said(model, call, draft)
+    config, chosen = arguments.config, arguments.strategy
     needs = needs_of(chosen)
     check_logprobs(call.top_logprobs, chosen)
     chunk_tokens = config.prefill_chunk_size or chunk_tokens
-    prompt, mask, source = _read_inputs(model, call, said, cache)
+    prompt, mask, source = _read_inputs(model, call, arguments, cache)
     name = "attention_mask" if source is None else "decoder_attention_mask"
-    before = check_mask(prompt, mask, 0 if cache is None else cache.total_tokens, name)
+    cached_columns = check_mask(prompt, mask, 0 if cache is None else cache.total_tokens, name)
     check_model_kwargs(model, prompt, mask)
     if source is None:
         check_pieces(prompt, chunk_tokens)
     infer_mask, tokenizer = functools.partial(_inferred_mask, model, config=config), call.tokenizer
-    guidance = read_guidance(model, prompt, mask, config, said.negative, tokenizer, cache, infer_mask)
+    guidance = read_guidance(model, prompt, mask, config, arguments.negative, tokenizer, cache, infer_mask)
     inputs = prompt.model_kwargs if source is None else {}
     if guidance is None:
         prompt, mask = complete_model_kwargs(model, prompt, mask, cache, config)
-    total = before + prompt.columns_without_ids + _read_length(model, said, prompt, source, call.stopping_criteria)
+    length = _read_length(model, arguments, prompt, source, call.stopping_criteria)
+    total = cached_columns + prompt.columns_without_ids + length
     check_length(mask.shape[1], total)
-    lengths = Lengths(before, prompt.columns_without_ids, mask.shape[1], total - mask.shape[1])
+    lengths = Lengths(cached_columns, prompt.columns_without_ids, mask.shape[1], total - mask.shape[1])
     if source is not None:  # other models need positions for the tokens that their cache shows
         check_positions(model, None, mask.shape[1], total, total - 1)
     eos, pad, _ = special_tokens(config)
@@ -124,14 +125,14 @@ def read_request(
     stops_in_prompt = not isinstance(call.inputs, EncodedPrompt) or call.inputs.stops_in_prompt
     stops_from = 0 if stops_in_prompt else prompt.ids.shape[1]
     allowed = call.prefix_allowed_tokens_fn
-    given = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
+    processors = [*(call.logits_processor or []), *([] if grammar is None else [grammar])]
     request = Request(
         prompt=prompt,
         mask=mask,
         lengths=lengths,
         config=config,
         strategy=chosen,
-        processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, given, allowed),
+        processing=processing(model, prompt, mask, source, config, needs.rows_at_a_time, processors, allowed),
         source=source,
         guidance=guidance,
         criteria=Criteria(call.stopping_criteria or []),
@@ -160,15 +161,15 @@ def _read_said(model: PreTrainedModel, call: Call, draft: PreTrainedModel | None
     if options.get("synced_gpus") is False:
         del options["synced_gpus"]
     negative = {name: getattr(call, name) for name in ARGUMENTS}
-    own = pop_own_options(call.strategy, options)
+    strategy_options = pop_own_options(call.strategy, options)
     config, model_inputs, lengths = _complete_config(model, call.generation_config, options)
     if is_chat(call.inputs):
         _set_chat_ends(model, call, config)
-    elif said := [name for name in OPTIONS if getattr(call, name) is not None]:
+    elif names := [name for name in OPTIONS if getattr(call, name) is not None]:
         raise OptionError(
-            f"{', '.join(said)}: it says how chat messages are read, and the prompt has none: leave it out"
+            f"{', '.join(names)}: it says how chat messages are read, and the prompt has none: leave it out"
         )
-    strategy = choose_strategy(config, call, options, draft, own)
+    strategy = choose_strategy(config, call, options, draft, strategy_options)
     check_applies(model, strategy, config, options)
     check_said_ids(model, config, options)
     check_guidance(model, config.guidance_scale, negative)
@@ -176,18 +177,18 @@ def _read_said(model: PreTrainedModel, call: Call, draft: PreTrainedModel | None
 
 
 def _read_inputs(
-    model: PreTrainedModel, call: Call, said: _Said, cache: EngineCache | None
+    model: PreTrainedModel, call: Call, arguments: _Said, cache: EngineCache | None
 ) -> tuple[Prompt, torch.Tensor, Source | None]:
     """The prompt on the model's device, its mask, and the source of an encoder."""
-    device, source, config, tokenizer = prompt_device(model), None, said.config, call.tokenizer
+    device, source, config, tokenizer = prompt_device(model), None, arguments.config, call.tokenizer
     options = TemplateOptions.of(call)
     if model.config.is_encoder_decoder:
         named = dict(call.inputs) if isinstance(call.inputs, Mapping) else {}
-        _refuse_unknown(model, said.model_inputs | named)
-        prompt, source = read_source(model, call.inputs, said.model_inputs, tokenizer, config, device, options)
+        _refuse_unknown(model, arguments.model_inputs | named)
+        prompt, source = read_source(model, call.inputs, arguments.model_inputs, tokenizer, config, device, options)
     else:
         pad_id, begin = config.pad_token_id, config.bos_token_id
-        prompt = read_prompt(call.inputs, said.model_inputs, tokenizer, begin, pad_id=pad_id, options=options)
+        prompt = read_prompt(call.inputs, arguments.model_inputs, tokenizer, begin, pad_id=pad_id, options=options)
         _refuse_unknown(model, prompt.model_kwargs)
         prompt = prompt.to(device)
         prepare_special_tokens(model, config, prompt.mask is not None, device, len(prompt.ids))
@@ -197,8 +198,8 @@ def _read_inputs(
     if mask is None and prompt.columns_without_ids > 0:
         mask = torch.ones(len(prompt.ids), prompt.columns, dtype=torch.long, device=device)
     elif mask is None:
-        known = known_mask(cache, prompt.ids)
-        mask = torch.cat([known, _inferred_mask(model, prompt.ids[:, known.shape[1] :], config)], dim=1)
+        cached_mask = known_mask(cache, prompt.ids)
+        mask = torch.cat([cached_mask, _inferred_mask(model, prompt.ids[:, cached_mask.shape[1] :], config)], dim=1)
     return prompt, (mask != 0).long(), source
 
 
@@ -214,24 +215,24 @@ def _set_chat_ends(model: PreTrainedModel, call: Call, config: GenerationConfig)
 
 
 def _read_length(
-    model: PreTrainedModel, said: _Said, prompt: Prompt, source: Source | None, criteria: Sequence[Any] | None
+    model: PreTrainedModel, arguments: _Said, prompt: Prompt, source: Source | None, criteria: Sequence[Any] | None
 ) -> int:
     """Columns with an id at the end of the longest run: `max_length`, or the length of a criterion of the caller that
     takes its place."""
     fed = prompt.ids if prompt.embeds is None else prompt.embeds
-    prepare_generated_length(model, said.config, fed, prompt.ids.shape[1], said.lengths)
-    check_ids_are_known(what_is_read(prompt, source), said.options)
-    longest = [one.max_length for one in criteria or () if type(one) is MaxLengthCriteria]
-    return max(said.config.max_length, *longest, 0)
+    prepare_generated_length(model, arguments.config, fed, prompt.ids.shape[1], arguments.lengths)
+    check_ids_are_known(what_is_read(prompt, source), arguments.options)
+    longest = [criterion.max_length for criterion in criteria or () if type(criterion) is MaxLengthCriteria]
+    return max(arguments.config.max_length, *longest, 0)
 
 
 def _complete_config(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
     """All parameters, the model inputs among `options`, and which of max_length and min_length were given."""
-    own = read_own(model.generation_config, generation_config, options)
+    model_values = read_own(model.generation_config, generation_config, options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
-    given = {
+    lengths = {
         name
         for name in ("max_length", "min_length")
         if options.get(name) is not None or any(getattr(config, name) is not None for config in configs)
@@ -251,7 +252,7 @@ def _complete_config(
         config, model_inputs = prepare_generation_config(model, generation_config, **passed)
     except (ValueError, TypeError, AttributeError) as error:  # transformers' own checks, of the model's settings too
         raise OptionError(f"transformers refuses these generation parameters: {error}") from error
-    for name, value in own.items():
+    for name, value in model_values.items():
         if getattr(config, name) is not None:  # transformers drops some
             setattr(config, name, value)
     for name, value in later.items():
@@ -261,7 +262,7 @@ def _complete_config(
     config.num_return_sequences = config.num_return_sequences if returned is None else returned
     for flag in ("output_attentions", "output_hidden_states"):  # kept in the config too
         model_inputs.pop(flag, None)
-    return config, model_inputs, given
+    return config, model_inputs, lengths
 
 
 _SET_LATER = SAMPLING | {"max_cache_len"}
@@ -288,13 +289,13 @@ def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Non
                 "synced_gpus=True is for a model that is split among processes (ZeRO-3, FSDP), which the engine does "
                 "not run: leave it out"
             )
-        said = (set(GenerationConfig().to_dict()) | PARAMETERS.keys()) - _NO_PARAMETERS
-        if name in said:
+        parameters = (set(GenerationConfig().to_dict()) | PARAMETERS.keys()) - _NO_PARAMETERS
+        if name in parameters:
             raise OptionError(
                 f"{type(model).__name__} knows no input {name!r}, which is a parameter of the call: give it as a "
                 f"keyword, generate(..., {name}=...)"
             )
-        meant = hint(str(name), takes | said)
+        meant = hint(str(name), takes | parameters)
         raise OptionError(f"{type(model).__name__} and generate() know no input {name!r}; {meant}")
 
 

@@ -39,8 +39,8 @@ _NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
 def pop_own_options(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Those of `options` that only the named strategy has: transformers knows no such parameter."""
     names = strategies.options(strategy) if isinstance(strategy, str) else []
-    known = GenerationConfig().to_dict()
-    return {name: options.pop(name) for name in names if name in options and name not in known}
+    parameters = GenerationConfig().to_dict()
+    return {name: options.pop(name) for name in names if name in options and name not in parameters}
 
 
 def choose_strategy(
@@ -48,11 +48,11 @@ def choose_strategy(
     call: Call,
     options: dict[str, Any],
     draft: PreTrainedModel | None,
-    own: dict[str, Any],
+    strategy_options: dict[str, Any],
 ) -> Strategy:
     """The named strategy, or the one that the parameters mean in transformers.
 
-    config: all parameters; options: those of the call; own: those that only the named strategy has.
+    config: all parameters; options: those of the call; strategy_options: those that only the named strategy has.
     """
     strategy = call.strategy
     if draft is not None and config.prompt_lookup_num_tokens is not None:
@@ -62,7 +62,7 @@ def choose_strategy(
         )
     implied = _implied(config, draft)
     if strategy is None or isinstance(strategy, str):
-        chosen = _built(call, implied, config, options, draft, own)
+        chosen = _built(call, implied, config, options, draft, strategy_options)
     else:
         chosen = strategy
     do_sample = options.get("do_sample")  # a whole configuration gives way to a strategy that the call names
@@ -101,7 +101,7 @@ def _built(
     config: GenerationConfig,
     options: dict[str, Any],
     draft: PreTrainedModel | None,
-    own: dict[str, Any],
+    strategy_options: dict[str, Any],
 ) -> Strategy:
     """The strategy that the call names, or `implied`, with options of the call, the model, or its defaults."""
     neutral = default_generation_params()
@@ -112,32 +112,32 @@ def _built(
         for name in values
         if options.get(name) is not None or getattr(call.generation_config, name, None) is not None
     }
-    given = {
+    chosen_options = {
         name: value
         for name, value in values.items()
         if value is not None and (name in set_by_call or value != neutral.get(name))
     }
     is_contrastive = config.get_generation_mode() is GenerationMode.CONTRASTIVE_SEARCH
-    if call.strategy is None and is_contrastive and "top_k" not in given:
+    if call.strategy is None and is_contrastive and "top_k" not in chosen_options:
         raise OptionError(
             f"penalty_alpha={config.penalty_alpha} asks for contrastive search, which also needs top_k, how many "
             "candidates to compare: give top_k=4, or strategy='contrastive'"
         )
     if draft is not None:  # its own configuration completes the call's
         drafts = {name: getattr(draft.generation_config, name, None) for name in set(values) - set_by_call}
-        given |= {
+        chosen_options |= {
             name: read(f"assistant_model.generation_config.{name}", value, name)
             for name, value in drafts.items()
             if "assistant" in name and value is not None
         }
-    return strategies.build(chosen, **given, **own)
+    return strategies.build(chosen, **chosen_options, **strategy_options)
 
 
 def _check_draft(strategy: Strategy, draft: PreTrainedModel | None, tokenizer: Any) -> None:
     needs_draft = needs_of(strategy).draft
     if draft is None and (needs_draft or tokenizer is not None):
-        what = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
-        raise OptionError(f"{what} is for a draft that proposes tokens: give one as assistant_model")
+        argument = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
+        raise OptionError(f"{argument} is for a draft that proposes tokens: give one as assistant_model")
     if draft is not None and not needs_draft:
         raise OptionError(
             f"assistant_model proposes tokens to greedy search and sampling, and {strategy.name} is neither: leave one "
@@ -158,14 +158,14 @@ def check_logprobs(top_logprobs: int | None, strategy: Strategy) -> None:
 
 def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
     """Float32 tensors [rows, vocabulary] at the same time, at most: of the strategy, or of transformers' processors."""
-    own = needs_of(strategy).score_copies
+    copies = needs_of(strategy).score_copies
     if not processors:
-        return own
-    if any(isinstance(one, Grammar) for one in processors):
-        own += 2 * MOST_FORCED
-    sorts = any(isinstance(one, _SORTING) for one in processors)
+        return copies
+    if any(isinstance(processor, Grammar) for processor in processors):
+        copies += 2 * MOST_FORCED
+    sorts = any(isinstance(processor, _SORTING) for processor in processors)
     # The input, the output of one processor and of the next; sorting adds int64 indices of twice the bytes.
-    return max(own + 1, 8 if sorts else 4)
+    return max(copies + 1, 8 if sorts else 4)
 
 
 _SORTING = (TopPLogitsWarper, TypicalLogitsWarper, MinPLogitsWarper, EtaLogitsWarper, EpsilonLogitsWarper)

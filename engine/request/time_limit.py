@@ -18,8 +18,8 @@ class TimeLimit(StoppingCriteria):
         self._limit, self._ranks = limit, ranks
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        own = bool(as_tensor(self._limit(input_ids, scores, **kwargs)).all())
-        return torch.full((len(input_ids),), bool(self._ranks.most(own)), device=input_ids.device)
+        is_over = bool(as_tensor(self._limit(input_ids, scores, **kwargs)).all())
+        return torch.full((len(input_ids),), bool(self._ranks.most(is_over)), device=input_ids.device)
 
 
 def of_all_ranks(criterion: StoppingCriteria, ranks: OneProcess) -> StoppingCriteria:

@@ -29,28 +29,29 @@ class Translator:
 
     def _to_draft(self, ids: torch.Tensor) -> torch.Tensor:
         draft = self._draft_tokenizer
-        read = draft(_text(self._tokenizer, self._all(ids)))["input_ids"]
-        if len(read) > 1 and read[-1] == draft.eos_token_id:  # the text goes on
-            read = read[:-1]
+        tokens = draft(_text(self._tokenizer, self._all(ids)))["input_ids"]
+        if len(tokens) > 1 and tokens[-1] == draft.eos_token_id:  # the text goes on
+            tokens = tokens[:-1]
         begin = next((token for token in (draft.bos_token_id, draft.eos_token_id) if token is not None), 0)
-        return torch.tensor([read or [begin]], device=ids.device)
+        return torch.tensor([tokens or [begin]], device=ids.device)
 
-    def _to_model(self, ids: torch.Tensor, read: torch.Tensor, known: int) -> torch.Tensor:
-        before, text = (_text(self._draft_tokenizer, part) for part in (read[0, :known].tolist(), read[0].tolist()))
-        if not text.startswith(before):  # half a character has become a whole one
+    def _to_model(self, ids: torch.Tensor, draft_ids: torch.Tensor, known_tokens: int) -> torch.Tensor:
+        row = draft_ids[0].tolist()
+        known_text, text = _text(self._draft_tokenizer, row[:known_tokens]), _text(self._draft_tokenizer, row)
+        if not text.startswith(known_text):  # half a character has become a whole one
             return ids[:, :0]
         context = self._all(ids)[-_CONTEXT:]
-        tokens = self._encode(_text(self._tokenizer, context) + text[len(before) :])
+        tokens = self._encode(_text(self._tokenizer, context) + text[len(known_text) :])
         # What is at the border may be written in another way beside its neighbours.
         is_prefix = tokens[: len(context)] == context
-        tokens = tokens[len(context) :] if is_prefix else self._encode(text[len(before) :])
+        tokens = tokens[len(context) :] if is_prefix else self._encode(text[len(known_text) :])
         return torch.tensor([tokens], dtype=torch.long, device=ids.device).view(1, -1)
 
     def _all(self, ids: torch.Tensor) -> list[int]:
         """The ids of the whole text, without padding."""
-        known = self._prefix + ids[0].tolist()
-        mask = self._mask + [1] * (len(known) - len(self._mask))
-        return [token for token, real in zip(known, mask, strict=True) if real]
+        all_ids = self._prefix + ids[0].tolist()
+        mask = self._mask + [1] * (len(all_ids) - len(self._mask))
+        return [token for token, real in zip(all_ids, mask, strict=True) if real]
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -142,12 +142,12 @@ class Chat:
     def _before_last_answer(self) -> tuple[Message, ...]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
             raise InputError("there is no answer to try again: send a message")
-        *before, last = self.messages
+        *earlier, answer = self.messages
         begun = self._conversation.begun
-        return (*before, last | {"content": begun[len(before)]}) if len(before) in begun else tuple(before)
+        return (*earlier, answer | {"content": begun[len(earlier)]}) if len(earlier) in begun else tuple(earlier)
 
     def _before_last_question(self) -> tuple[Message, ...]:
-        asked = [number for number, one in enumerate(self.messages) if one["role"] == "user"]
+        asked = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
         if not asked:
             raise InputError("there is no message to take back: send one")
         return self.messages[: asked[-1]]
@@ -171,14 +171,14 @@ class Chat:
                 stack.enter_context(self._between_turns())
             yield from self._answered(messages, parameters)
 
-    def _ending(self, given: dict[str, Any]) -> AbstractContextManager[None]:
-        return ending((self._parameters | given).get("streamer"))
+    def _ending(self, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+        return ending((self._parameters | arguments).get("streamer"))
 
     def _answered(
-        self, find_messages: Callable[[], tuple[Message, ...]], given: dict[str, Any]
+        self, find_messages: Callable[[], tuple[Message, ...]], arguments: dict[str, Any]
     ) -> Iterator[StreamChunk]:
-        with self._ending(given):
-            messages, parameters = find_messages(), self._parameters | _checked(given) | _ONE_ANSWER
+        with self._ending(arguments):
+            messages, parameters = find_messages(), self._parameters | _checked(arguments) | _ONE_ANSWER
             if not self._conversation.has_template:
                 parameters = parameters | {"stop_strings": [_PLAIN_STOP, *self._stop_strings(parameters)]}
             options = TemplateOptions.of({name: parameters.get(name) for name in OPTIONS}).resolved(messages)
@@ -188,12 +188,12 @@ class Chat:
             if self.cache is not None:
                 # Before the turn starts: one that fails ends the caller's streamer.
                 self.cache = with_room_for(self.cache, self._generator, EncodedPrompt(ids, is_chat=True), parameters)
-        own = self._backend if self.cache is None else {"cache": self.cache}
+        cache_options = self._backend if self.cache is None else {"cache": self.cache}
         # A strategy may not be able to go on from a cache.
         instead = self._without_size if self.cache is not None and self.cache.total_tokens else {}
         pauses = partial(self._pauses, messages, ids[0])
         prompt = EncodedPrompt(ids, is_chat=True, stops_in_prompt=False)  # which the template has made
-        chunks = self._start(prompt, own | parameters, instead, pauses)
+        chunks = self._start(prompt, cache_options | parameters, instead, pauses)
         finish = partial(self._finish, messages, asked, bool(options.continue_final_message))
         try:
             yield from chunks
@@ -210,9 +210,9 @@ class Chat:
         """Those of the parameters, else of their generation config, else of the model's."""
         config = parameters.get("generation_config")
         config = config.get if isinstance(config, dict) else partial(getattr, config)
-        own = getattr(self._generator.model.generation_config, "stop_strings", None)
-        given = (parameters.get("stop_strings"), config("stop_strings", None), own)
-        return _as_list(next((one for one in given if one is not None), None))
+        model_strings = getattr(self._generator.model.generation_config, "stop_strings", None)
+        sources = (parameters.get("stop_strings"), config("stop_strings", None), model_strings)
+        return _as_list(next((strings for strings in sources if strings is not None), None))
 
     @property
     def _without_size(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class Chat:
             return str(self.cache.name)
         used = None if self.last is None else self.last.stats.cache
         named = (self._backend["cache"], used, self._generator.config.cache, DEFAULT_CACHE)
-        chosen = next(one for one in named if one is not None)
+        chosen = next(choice for choice in named if choice is not None)
         return chosen if isinstance(chosen, str) else str(chosen.name)
 
     def use(self, cache: str, **options: Any) -> None:
@@ -284,8 +284,8 @@ class Chat:
                 self.cache.crop(common) if common else self.cache.reset()
             except StepError:
                 self.cache.reset()
-        self._branches = [one for one in self._branches if self._common(one, ids, now) == one.total_tokens]
-        longest = max(self._branches, key=lambda one: one.total_tokens, default=self.cache)
+        self._branches = [cache for cache in self._branches if self._common(cache, ids, now) == cache.total_tokens]
+        longest = max(self._branches, key=lambda cache: cache.total_tokens, default=self.cache)
         if longest.total_tokens > self.cache.total_tokens:
             self.cache = branch(longest)
 
@@ -295,9 +295,9 @@ class Chat:
         log = cache.log
         if log is None or log.why_other(now) is not None:
             return 0
-        known = log.ids[0, : cache.total_tokens].to(ids.device)
-        most = min(len(known), len(ids) - 1)
-        return int((known[:most] == ids[:most]).long().cumprod(dim=0).sum())
+        cached_ids = log.ids[0, : cache.total_tokens].to(ids.device)
+        limit = min(len(cached_ids), len(ids) - 1)
+        return int((cached_ids[:limit] == ids[:limit]).long().cumprod(dim=0).sum())
 
     def _pauses(self, messages: tuple[Message, ...], ids: torch.Tensor, cache: Any) -> list[Pause]:
         """Where the conversation may be taken up again, behind what the cache holds of the ids [tokens], which is kept.
@@ -307,21 +307,21 @@ class Chat:
         if not can_migrate(cache) or cache.is_croppable:
             return []
         self._keep_branch(cache)
-        first = messages[: int(messages[0]["role"] == "system")]
-        ends = {self._end_of(first, ids), self._end_of(messages, ids)}
+        system_messages = messages[: int(messages[0]["role"] == "system")]
+        ends = {self._end_of(system_messages, ids), self._end_of(messages, ids)}
         return [Pause(end, self._keep_branch) for end in sorted(ends) if end > cache.total_tokens]
 
     def _end_of(self, messages: tuple[Message, ...], ids: torch.Tensor) -> int:
         """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
-        before: list[int] = []
+        prefix: list[int] = []
         with suppress(Exception):  # a template may refuse them without those that follow
-            before = flat(self._conversation.ids(messages)) if messages else []
-        return min(common(before, ids.tolist()), len(ids) - 1)
+            prefix = flat(self._conversation.ids(messages)) if messages else []
+        return min(common(prefix, ids.tolist()), len(ids) - 1)
 
     def _keep_branch(self, cache: Any) -> None:
         """Keep a copy of the cache as it is, if none of its length is kept: the first, which ends with the system
         message, and the latest stay."""
-        if cache.total_tokens == 0 or any(one.total_tokens == cache.total_tokens for one in self._branches):
+        if cache.total_tokens == 0 or any(stored.total_tokens == cache.total_tokens for stored in self._branches):
             return
         with recovering():  # without memory for it a later turn reads more
             self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], branch(cache)]
@@ -329,12 +329,12 @@ class Chat:
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
         with self._between_turns():
-            other = Chat(self._generator, self._start, None, **self._backend, parameters=self._parameters)
-            other._conversation, other.last = self._conversation, self.last
+            chat = Chat(self._generator, self._start, None, **self._backend, parameters=self._parameters)
+            chat._conversation, chat.last = self._conversation, self.last
             if self.cache is not None:
-                other.cache = branch(self.cache)
-            other._branches = list(self._branches)
-            return other
+                chat.cache = branch(self.cache)
+            chat._branches = list(self._branches)
+            return chat
 
     # Files.
 
@@ -350,7 +350,7 @@ class Chat:
                 else f"the backend {self.backend!r} keeps no cache that could be saved: use() another one"
             )
         with self._between_turns():
-            segments = [[one.text, list(one.ids)] for one in self._conversation.segments]
+            segments = [[segment.text, list(segment.ids)] for segment in self._conversation.segments]
             notes = {"messages": list(self.messages), "segments": segments}
             notes["begun"] = list(self._conversation.begun.items())
             model, log = self._generator.model, self.cache.log
@@ -371,9 +371,9 @@ class Chat:
 
 
 def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
-    for name, why in _REFUSED.items():
+    for name, reason in _REFUSED.items():
         if name in parameters:
-            raise OptionError(f"{name} cannot apply to a chat, {why}")
+            raise OptionError(f"{name} cannot apply to a chat, {reason}")
     return parameters
 
 
@@ -396,8 +396,8 @@ def _as_message(message: str | Message) -> Message:
     return dict(message)
 
 
-def _as_list(given: str | Iterable[str] | None) -> list[str]:
-    return [] if given is None else [given] if isinstance(given, str) else list(given)
+def _as_list(strings: str | Iterable[str] | None) -> list[str]:
+    return [] if strings is None else [strings] if isinstance(strings, str) else list(strings)
 
 
 def _engine_cache(out: Generation) -> EngineCache | None:

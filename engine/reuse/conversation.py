@@ -43,21 +43,22 @@ class Conversation:
 
     def ids(self, messages: Sequence[Message], options: TemplateOptions = CLOSED) -> tuple[Segment, ...]:
         """The segments of these messages: those known already as long as the text begins with them, then the rest."""
-        text, position, found = self._text(messages, options), 0, []
+        text, position, segments = self._text(messages, options), 0, []
         for segment in self.segments:
             # Templates remove white space around the text of a message.
             forms = (segment.text, segment.text.strip())
-            known = next((one for one in forms if one and text.startswith(one, position)), None)
-            if known is None:
+            form = next((form for form in forms if form and text.startswith(form, position)), None)
+            if form is None:
                 break
-            found.append(segment)
-            position += len(known)
+            segments.append(segment)
+            position += len(form)
         if position < len(text):
-            rest = text[position:]
+            suffix = text[position:]
             # Templates write the token that begins a text themselves.
-            ids = ids_of(self.tokenizer, rest, options) if self.has_template else self._plain_ids(rest, position == 0)
-            found.append(Segment(rest, tuple(ids)))
-        return tuple(found)
+            begins = position == 0
+            ids = ids_of(self.tokenizer, suffix, options) if self.has_template else self._plain_ids(suffix, begins)
+            segments.append(Segment(suffix, tuple(ids)))
+        return tuple(segments)
 
     def _text(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         if self.has_template:
@@ -68,7 +69,7 @@ class Conversation:
                     f"the tokenizer has no chat template, and role={message['role']!r} is none of {', '.join(_PLAIN)}"
                 )
         options = options.resolved(messages)
-        text = "".join(_PLAIN[one["role"]].format(one.get("content") or "") for one in messages)
+        text = "".join(_PLAIN[message["role"]].format(message.get("content") or "") for message in messages)
         text = text.removesuffix("\n") if options.continue_final_message else text
         return text + "Assistant:" * bool(options.add_generation_prompt)
 
@@ -89,34 +90,34 @@ class Conversation:
         has_end: whether the last token is one that ends a text. continues: whether the answer goes on with the last
         message.
         """
-        said, ending = list(tokens), []
-        end = self.tokenizer.convert_ids_to_tokens(said[-1]) if said else ""
-        is_special = bool(said) and said[-1] in special_tokens(self.tokenizer)
+        answer_tokens, ending = list(tokens), []
+        end = self.tokenizer.convert_ids_to_tokens(answer_tokens[-1]) if answer_tokens else ""
+        is_special = bool(answer_tokens) and answer_tokens[-1] in special_tokens(self.tokenizer)
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
-        if not is_special and has_end and said[-1] in added and answer.endswith(end):  # a word of the template
+        if not is_special and has_end and answer_tokens[-1] in added and answer.endswith(end):  # a word of the template
             answer, is_special = answer.removesuffix(end), True
-        gap = self._space_before(said, asked)
+        gap = self._space_before(answer_tokens, asked)
         text = answer
         if is_special:
-            ending = [Segment(end, (said.pop(),))]
-        elif (complete := self._text_of(said)) != answer and complete.startswith(answer):  # a stop string comes last
-            while not answer.startswith(text := self._text_of(said)):
-                said.pop()
-            ending = [Segment(complete[len(text) :], tuple(tokens[len(said) :]))]
-        segments = (*asked, Segment(gap + text, tuple(said)), *ending)
+            ending = [Segment(end, (answer_tokens.pop(),))]
+        elif (complete := self._text_of(answer_tokens)) != answer and complete.startswith(answer):  # a stop string
+            while not answer.startswith(text := self._text_of(answer_tokens)):
+                answer_tokens.pop()
+            ending = [Segment(complete[len(text) :], tuple(tokens[len(answer_tokens) :]))]
+        segments = (*asked, Segment(gap + text, tuple(answer_tokens)), *ending)
         message: Message = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
         begun = {number: content for number, content in self.begun.items() if number < len(messages)}
         if continues:
-            *messages, last = messages
-            content, shown = last.get("content"), asked[-1].text if asked else ""
-            message = dict(last, content=_joined(content, shown, gap + answer))
+            *messages, last_message = messages
+            content, shown = last_message.get("content"), asked[-1].text if asked else ""
+            message = dict(last_message, content=_joined(content, shown, gap + answer))
             begun[len(messages)] = content
         return Conversation(self.tokenizer, (*messages, message), segments, begun)
 
     def _space_before(self, tokens: list[int], asked: Sequence[Segment]) -> str:
         """The space before the text of these tokens, which decoders leave out as if the text began there."""
-        before = flat(asked)[-_CONTEXT:]
-        return self._text_of(before + tokens).removeprefix(self._text_of(before)).removesuffix(self._text_of(tokens))
+        context = flat(asked)[-_CONTEXT:]
+        return self._text_of(context + tokens).removeprefix(self._text_of(context)).removesuffix(self._text_of(tokens))
 
     def _text_of(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
@@ -126,8 +127,8 @@ def _joined(content: Any, shown: str, answer: str) -> Any:
     """The content of a message that an answer has continued, a text or parts. shown: the text that ends with it, maybe
     without white space at its end."""
     if not isinstance(content, str):
-        *parts, last = content or [{"type": "text", "text": ""}]
-        return [*parts, dict(last, text=_joined(last.get("text", ""), shown, answer))]
+        *earlier, continued = content or [{"type": "text", "text": ""}]
+        return [*earlier, dict(continued, text=_joined(continued.get("text", ""), shown, answer))]
     return (content if shown.endswith(content) else content.rstrip()) + answer
 
 

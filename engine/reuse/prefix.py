@@ -81,19 +81,20 @@ class Prefix:
         if not rows or not all(rows):
             raise InputError("a continuation is empty: every row needs a token at least")
         longest = max(map(len, rows))
-        own = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device="cpu")
-        own_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device="cpu")
-        before = self.ids.cpu().expand(len(rows), -1)
+        continuation = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device="cpu")
+        continuation_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device="cpu")
+        prefix = self.ids.cpu().expand(len(rows), -1)
         cache: Any = branch(self.cache)  # type: ignore[type-var]
         is_ragged = len(set(map(len, rows))) > 1
-        why = self._generator.facts.why_not_padding_between(cache) if is_ragged else None
-        if why is not None:
+        reason = self._generator.facts.why_not_padding_between(cache) if is_ragged else None
+        if reason is not None:
             raise InputError(
                 f"continuations of {min(map(len, rows))} to {longest} tokens: shorter ones get padding, and in "
-                f"{type(self._generator.model).__name__} {why}: give continuations of equal length, or one after the "
-                "other"
+                f"{type(self._generator.model).__name__} {reason}: give continuations of equal length, or one after "
+                "the other"
             )
-        ids, mask = torch.cat([before, own], dim=1), torch.cat([torch.ones_like(before), own_mask], dim=1)
+        ids = torch.cat([prefix, continuation], dim=1)
+        mask = torch.cat([torch.ones_like(prefix), continuation_mask], dim=1)
         inputs = {"input_ids": ids, "attention_mask": mask}
         cache = with_room_for(cache, self._generator, inputs, parameters)
         if len(rows) > 1:
@@ -111,7 +112,7 @@ class Prefix:
         if inputs and isinstance(inputs[0], int):
             return [inputs]
         rows = [_tokenized(row, tokenizer) if isinstance(row, str) else row for row in inputs]
-        if not all(isinstance(row, Sequence) and all(isinstance(one, int) for one in row) for row in rows):
+        if not all(isinstance(row, Sequence) and all(isinstance(token, int) for token in row) for row in rows):
             raise InputError(
                 "continuations are texts or lists of token ids: what goes on from a chat is Generator.chat()"
             )

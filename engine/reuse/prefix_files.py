@@ -75,16 +75,16 @@ class PrefixFiles:
         cache.save(path, self._model)
         write_atomically(index, json.dumps(asdict(file)).encode())
         sizes = {}
-        for one in self._folder.glob("*.safetensors"):
+        for stored in self._folder.glob("*.safetensors"):
             with suppress(OSError):  # removed by another process
-                sizes[one] = one.stat().st_size
+                sizes[stored] = stored.stat().st_size
         removed = set()
-        for one in sorted(sizes, key=_modified):
+        for stored in sorted(sizes, key=_modified):
             if sum(sizes.values()) <= self._most:
                 break
-            _remove(one)
-            del sizes[one]
-            removed.add(one.stem)
+            _remove(stored)
+            del sizes[stored]
+            removed.add(stored.stem)
         return removed
 
     def read(self, file: StoredFile) -> EngineCache | None:
@@ -117,9 +117,9 @@ class PrefixFiles:
         return self._folder / f"{name_of(file.kind, file.ids)}.safetensors"
 
 
-def name_of(kind: str, ids: tuple[int, ...]) -> str:
+def name_of(key: str, ids: tuple[int, ...]) -> str:
     """The name of the file of a cache, without its ending."""
-    return sha256(repr((kind, ids)).encode()).hexdigest()[:32]
+    return sha256(repr((key, ids)).encode()).hexdigest()[:32]
 
 
 def _modified(path: Path) -> float:
@@ -130,8 +130,8 @@ def _modified(path: Path) -> float:
 
 
 def _remove(path: Path) -> None:
-    for one in (path.with_suffix(".json"), path):
-        _unlink(one)
+    for file in (path.with_suffix(".json"), path):
+        _unlink(file)
 
 
 def _unlink(path: Path) -> None:

@@ -76,8 +76,8 @@ class StoredCache:
     @property
     def ends(self) -> list[int]:
         """Where it can be cut off: behind the prompt, and behind what is common to several prompts."""
-        most = len(self.ids) - len(self.ids) // _LEAST_FREED
-        return [end for end in (self.prompt_tokens, self.common_tokens) if LEAST_TOKENS <= end < most]
+        limit = len(self.ids) - len(self.ids) // _LEAST_FREED
+        return [end for end in (self.prompt_tokens, self.common_tokens) if LEAST_TOKENS <= end < limit]
 
     @cached_property
     def name(self) -> str:
@@ -116,8 +116,8 @@ class PrefixStore:
                 entry = StoredCache(file.kind, file.ids, file.prompt_tokens, file.common_tokens, file.is_croppable)
                 self._index(file.kind).add(entry)
 
-    def _index(self, kind: str) -> TokenIndex[StoredCache]:
-        return self._kinds.setdefault(kind, TokenIndex())
+    def _index(self, key: str) -> TokenIndex[StoredCache]:
+        return self._kinds.setdefault(key, TokenIndex())
 
     def __len__(self) -> int:
         return sum(map(len, self._kinds.values()))
@@ -136,43 +136,43 @@ class PrefixStore:
 
         branches: the row will become several. The cache is stored before that. now: the model that goes on from it.
         """
-        kind = kind_of(empty)
-        if kind is None or len(ids) <= LEAST_TOKENS:
+        key = kind_of(empty)
+        if key is None or len(ids) <= LEAST_TOKENS:
             return Reused(empty)
         with self._lock:
             if self.read_by != now:
                 self._begin(now)
-            most = tuple(ids[:-1].tolist())
+            reusable = tuple(ids[:-1].tolist())
             with recovering(Exception) as outcome:
-                found, end = self._found(kind, most)
-                live = empty if found is None else _fitted(found, empty)
+                stored, end = self._found(key, reusable)
+                live = empty if stored is None else _fitted(stored, empty)
             if outcome.failure is not None:
                 self._go_on("a stored prefix cannot be used", outcome.failure)
                 live, end = empty, 0
-        end = len(most) if branches else end
+        end = len(reusable) if branches else end
         pauses: tuple[Pause, ...] = ()
         if end >= LEAST_TOKENS and end > live.total_tokens:
             pauses = (Pause(end, partial(self.keep, prompt_tokens=end)),)
         return Reused(live, pauses, partial(self.keep, prompt_tokens=len(ids)))
 
-    def _found(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
+    def _found(self, key: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
         """A branch of what is stored of `ids`; and where a cache that cannot be cropped should end, so that more calls
         can go on from it, or 0."""
         while True:
-            before = len(self._index(kind))
-            found, end = self._nearest(kind, ids)
-            if found is not None or len(self._index(kind)) == before:  # else a file was gone, and there may be others
-                return found, end
+            entries = len(self._index(key))
+            cache, end = self._nearest(key, ids)
+            if cache is not None or len(self._index(key)) == entries:  # else a file was gone, and there may be others
+                return cache, end
 
-    def _nearest(self, kind: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
+    def _nearest(self, key: str, ids: tuple[int, ...]) -> tuple[EngineCache | None, int]:
         """See `_found`. An entry whose file is gone is removed, and nothing found."""
-        entry, tokens = self._index(kind).nearest(ids)
+        entry, tokens = self._index(key).nearest(ids)
         if entry is None or tokens < LEAST_TOKENS:
             return None, 0
         if tokens < len(entry.ids):
             entry.common_tokens = max(entry.common_tokens, tokens)
             if not entry.is_croppable:
-                complete = next(self._index(kind).beginnings(ids), None)
+                complete = next(self._index(key).beginnings(ids), None)
                 return (None if complete is None else self._branch(complete, len(complete.ids))), tokens
         return self._branch(entry, tokens), 0
 
@@ -195,35 +195,35 @@ class PrefixStore:
 
     def keep(self, cache: EngineCache, prompt_tokens: int) -> None:
         """Store a cache of one row, which can go on. prompt_tokens: the first of its tokens that were read."""
-        kind, log, total = kind_of(cache), cache.log, cache.total_tokens
-        if kind is None or log is None or log.positions is not None or cache.batch_size != 1 or total < LEAST_TOKENS:
+        key, log, total = kind_of(cache), cache.log, cache.total_tokens
+        if key is None or log is None or log.positions is not None or cache.batch_size != 1 or total < LEAST_TOKENS:
             return
         if log.read_by != self.read_by:
             return
         with recovering(Exception) as outcome:
             if bool(log.mask[:, :total].all()):
-                self._keep(kind, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
+                self._keep(key, tuple(log.ids[0, :total].tolist()), cache, prompt_tokens)
         if outcome.failure is not None:
             self._go_on("a prefix cannot be stored", outcome.failure)
 
-    def _keep(self, kind: str, ids: tuple[int, ...], cache: EngineCache, prompt_tokens: int) -> None:
+    def _keep(self, key: str, ids: tuple[int, ...], cache: EngineCache, prompt_tokens: int) -> None:
         with self._lock:
-            index, croppable = self._index(kind), bool(cache.is_croppable)  # type: ignore[attr-defined]
-            known, tokens = index.nearest(ids)
-            if known is not None and tokens == len(ids) and (croppable or len(known.ids) == len(ids)):
-                known.used = next(self._clock)
+            index, croppable = self._index(key), bool(cache.is_croppable)  # type: ignore[attr-defined]
+            nearest, tokens = index.nearest(ids)
+            if nearest is not None and tokens == len(ids) and (croppable or len(nearest.ids) == len(ids)):
+                nearest.used = next(self._clock)
                 return
-            kept: Any = branch(cache)  # type: ignore[type-var]
-            common_tokens = 0 if known is None or tokens == len(known.ids) else tokens
-            new = StoredCache(
-                kind, ids, min(prompt_tokens, len(ids)), common_tokens, croppable, kept, next(self._clock)
+            branched: Any = branch(cache)  # type: ignore[type-var]
+            common_tokens = 0 if nearest is None or tokens == len(nearest.ids) else tokens
+            entry = StoredCache(
+                key, ids, min(prompt_tokens, len(ids)), common_tokens, croppable, branched, next(self._clock)
             )
             if croppable:  # it begins with what they hold
                 for shorter in list(index.beginnings(ids)):
-                    new.common_tokens = max(new.common_tokens, shorter.common_tokens)
+                    entry.common_tokens = max(entry.common_tokens, shorter.common_tokens)
                     self._discard(shorter)
-            index.add(new)
-            self._hold(kept)
+            index.add(entry)
+            self._hold(branched)
             self._make_fit()
 
     def _make_fit(self) -> None:
@@ -244,8 +244,8 @@ class PrefixStore:
                 self._release(cache)
                 entry.cache = None
                 for index in self._kinds.values() if removed else ():
-                    for old in [one for one in index if one.cache is None and one.name in removed]:
-                        index.remove(old)
+                    for stale in [stored for stored in index if stored.cache is None and stored.name in removed]:
+                        index.remove(stale)
                 return
             self._note("a stored prefix cannot be written", outcome.failure)
         self._discard(entry)
@@ -255,21 +255,21 @@ class PrefixStore:
             if outcome.failure is not None:
                 self._note("the beginning of a stored prefix cannot be kept", outcome.failure)
 
-    def _go_on(self, what: str, error: BaseException) -> None:
+    def _go_on(self, message: str, error: BaseException) -> None:
         """An error costs what is stored, but no text."""
-        self._note(what, error)
+        self._note(message, error)
         if not _is_expected(error):  # what is in memory may be half changed
             with self._lock:
                 self._kinds, self._storages, self.bytes = {}, {}, 0
 
-    def _note(self, what: str, error: BaseException) -> None:
+    def _note(self, message: str, error: BaseException) -> None:
         """Count an error, and log it, unless its cause was logged since a file was written."""
         self.failures += 1
         cause = type(error).__name__, getattr(error, "errno", None)
         if cause not in self._causes:
             self._causes.add(cause)
-            said = error if _is_expected(error) else type(error).__name__  # others may have a text in their message
-            _logger.warning("%s, and calls go on without: %s", what, said)
+            shown = error if _is_expected(error) else type(error).__name__  # others may have a text in their message
+            _logger.warning("%s, and calls go on without: %s", message, shown)
 
     def _add_beginning(self, entry: StoredCache, cache: Any, tokens: int) -> None:
         """Store the first `tokens` of a cache that was forgotten, unless another one begins with them."""
@@ -338,7 +338,7 @@ def kind_of(cache: EngineCache) -> str | None:
 def _fitted(cache: Any, empty: EngineCache) -> EngineCache:
     """The cache with room for as many tokens and rows as `empty`."""
     room, needed = (cache.max_tokens, cache.max_rows), (empty.max_tokens, empty.max_rows)
-    if all(most is None or most <= (own or most) for own, most in zip(room, needed, strict=True)):
+    if all(size is None or size <= (capacity or size) for capacity, size in zip(room, needed, strict=True)):
         return cache
     return with_room(cache, empty.max_tokens, empty.max_rows)
 

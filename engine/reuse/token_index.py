@@ -47,7 +47,7 @@ class TokenIndex(Generic[T]):
         """The entry that has the longest beginning in common with `ids`, and how many tokens that are."""
         at = bisect_left(self._entries, ids, key=_ids)
         near = [(common(entry.ids, ids), entry) for entry in self._entries[max(0, at - 1) : at + 1]]
-        tokens, entry = max(near, key=lambda one: one[0], default=(0, None))
+        tokens, entry = max(near, key=lambda candidate: candidate[0], default=(0, None))
         return (entry, tokens) if tokens else (None, 0)
 
     def beginnings(self, ids: tuple[int, ...]) -> Iterator[T]:
@@ -63,10 +63,10 @@ class TokenIndex(Generic[T]):
             at = bisect_right(self._entries, ids, key=_ids)
 
 
-def common(one: Sequence[int], other: Sequence[int]) -> int:
+def common(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     """How many tokens both begin with."""
-    low, high = 0, min(len(one), len(other))
+    low, high = 0, min(len(ids), len(other_ids))
     while low < high:  # equality of slices is fast: comparisons token by token are not
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+        low, high = (middle, high) if ids[low:middle] == other_ids[low:middle] else (low, middle - 1)
     return low
