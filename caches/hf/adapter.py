@@ -64,12 +64,12 @@ class HFCacheAdapter:
     @property
     def log(self) -> TokenLog | None:
         """The tokens that the engine's last run left in it, as long as no other loop has written to it since."""
-        log, _, _, seen = _logs.get(self._cache, (None, 0, 0, []))
+        log, _, _, refs = _logs.get(self._cache, (None, 0, 0, []))
         if log is None or log.ids.shape[1] < self.total_tokens:
             return None
         live = list(self._tensors())
-        is_unchanged = len(live) == len(seen) and all(
-            was() is tensor and _version(tensor) == version for tensor, (was, version) in zip(live, seen, strict=True)
+        is_unchanged = len(live) == len(refs) and all(
+            was() is tensor and _version(tensor) == version for tensor, (was, version) in zip(live, refs, strict=True)
         )
         return log if is_unchanged else None
 

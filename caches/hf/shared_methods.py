@@ -363,8 +363,8 @@ class SharedMethods:
         states = [layer for layer in layers if STATE in layer.spec.components]
         if not states:
             raise UnsupportedLayerError("no layer that was asked about keeps a state")
-        written = states[-1].conv_states | states[-1].recurrent_states
-        return bool(written) if state_idx is None else state_idx in written
+        numbered = states[-1].conv_states | states[-1].recurrent_states
+        return bool(numbered) if state_idx is None else state_idx in numbered
 
     def __repr__(self) -> str:
         class_and_name, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self)

@@ -169,19 +169,19 @@ def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
     """
     rows_of_parts = cache.rows_of_parts if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
     to_split: list[tuple[EngineCache, list[int]]] = []
-    for rows, whole in rows_of_parts:
+    for rows, full in rows_of_parts:
         of_prompts = prompts[rows].unique_consecutive(return_counts=True)[1]
         half = len(of_prompts) // 2
         if half:
-            to_split.append((whole, [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())]))
+            to_split.append((full, [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())]))
     if not to_split:
         return None
     split = cache if isinstance(cache, SplitCache) else None
-    for whole, sizes in to_split:
-        dealt = _dealt(whole, sizes)
+    for full, sizes in to_split:
+        dealt = _dealt(full, sizes)
         if split is None:
             return SplitCache(dealt, sizes)
-        split.replace_by(whole, dealt, sizes)
+        split.replace_by(full, dealt, sizes)
     return split
 
 
