@@ -70,10 +70,10 @@ def hybrid(specs: Layers, options: HybridCacheConfig) -> Cache:
     """`static` for models of which some layers look back at a window only."""
     sizes = {spec.attention_span.size is None for spec in _known(specs, options) if spec.keeps_kv}
     if False not in sizes:
-        found, other = ("everything", "static") if sizes else ("nothing: they keep no keys", "mamba")
+        extent, backend = ("everything", "static") if sizes else ("nothing: they keep no keys", "mamba")
         raise UnsupportedLayerError(
-            f"cache='hybrid' is for models of which some layers look back at a window; here all look at {found}. Use "
-            f"cache={other!r}"
+            f"cache='hybrid' is for models of which some layers look back at a window; here all look at {extent}. Use "
+            f"cache={backend!r}"
         )
     return _fixed_size(specs, options)
 
@@ -177,9 +177,11 @@ def _check_quantizes(cache: Cache, options: QuantizedCacheConfig) -> None:
         windows = [
             spec.attention_span.size for spec in cache.specs if spec.keeps_kv and spec.attention_span.size is not None
         ]
-        why = f"windows of {max(windows)} tokens are no longer than what stays in full" if windows else "it has no keys"
+        reason = (
+            f"windows of {max(windows)} tokens are no longer than what stays in full" if windows else "it has no keys"
+        )
         raise UnsupportedLayerError(
-            f"cache={options.name!r} would encode nothing of this model: {why}. Use cache='dynamic'"
+            f"cache={options.name!r} would encode nothing of this model: {reason}. Use cache='dynamic'"
             + (f", or a residual_length below {options.residual_length}" if windows else "")
         )
 
@@ -193,10 +195,10 @@ def offloaded_quantized(specs: Layers, options: OffloadedQuantizedCacheConfig) -
 @register(EncoderDecoderCacheConfig)
 def encoder_decoder(specs: Layers, options: EncoderDecoderCacheConfig) -> EncoderDecoder:
     """Two caches of any kind for an encoder-decoder model: the decoder's tokens, and the encoder's."""
-    own = _part(specs, options.self_cache)
+    cache = _part(specs, options.self_cache)
     rows = getattr(options.self_cache, "max_batch_size", None)
-    cross = _part([CROSS] * len(own.specs), options.cross_cache or _default_cross(own, options.self_cache, rows))
-    return EncoderDecoder(own, cross)
+    cross = _part([CROSS] * len(cache.specs), options.cross_cache or _default_cross(cache, options.self_cache, rows))
+    return EncoderDecoder(cache, cross)
 
 
 @register(NoCacheConfig, any_layers=True)
@@ -216,15 +218,15 @@ def _part(specs: Layers, choice: str | CacheConfig) -> Cache:
     return cache
 
 
-def _default_cross(own: Cache, options: str | CacheConfig, rows: int | None) -> CacheConfig:
-    """The backend for the encoder's tokens next to `own`, where none was chosen."""
+def _default_cross(self_cache: Cache, options: str | CacheConfig, rows: int | None) -> CacheConfig:
+    """The backend for the encoder's tokens next to `self_cache`, where none was chosen."""
     if isinstance(options, str):
         options = recipe(options).options()
     residency, folder = (getattr(options, name, None) for name in ("residency", "folder"))
     if residency not in (None, "device"):
-        kind = OffloadedStaticCacheConfig if own.fixed else OffloadedCacheConfig
-        return kind(max_batch_size=rows, residency=residency, folder=folder)
-    return StaticCacheConfig(max_batch_size=rows) if own.fixed else DynamicCacheConfig()
+        config_class = OffloadedStaticCacheConfig if self_cache.fixed else OffloadedCacheConfig
+        return config_class(max_batch_size=rows, residency=residency, folder=folder)
+    return StaticCacheConfig(max_batch_size=rows) if self_cache.fixed else DynamicCacheConfig()
 
 
 def _growing(slot: Slot) -> GrowingStore:
@@ -238,8 +240,8 @@ def _fixed(slot: Slot) -> FixedStore:
 def _quantized(options: QuantizedCacheConfig, codecs: dict[str, Codec], is_read_later: bool, slot: Slot) -> Store:
     if slot.name not in codecs or not isinstance(slot.timeline, BlockTimeline):
         return _growing(slot)
-    kind = QuantizedStore if slot.sinks is None else QuantizedSinkStore
-    return kind(slot, codecs[slot.name], _buffers(options, slot), is_read_later)
+    store_class = QuantizedStore if slot.sinks is None else QuantizedSinkStore
+    return store_class(slot, codecs[slot.name], _buffers(options, slot), is_read_later)
 
 
 def _block_timeline(
@@ -254,8 +256,8 @@ def _block_timeline(
 def _offloaded(options: OffloadedCacheConfig, is_fixed: bool, is_read_later: bool, slot: Slot) -> Store:
     if options.offload_only_non_sliding and slot.spec.attention_span.size is not None:
         return _fixed(slot) if is_fixed else _growing(slot)
-    kind = FixedOffloadedStore if is_fixed else OffloadedStore
-    return kind(slot, _buffers(options, slot)(), is_read_later)
+    store_class = FixedOffloadedStore if is_fixed else OffloadedStore
+    return store_class(slot, _buffers(options, slot)(), is_read_later)
 
 
 def _buffers(options: OffloadedCacheConfig | QuantizedCacheConfig, slot: Slot) -> Callable[[], Buffer]:
@@ -362,11 +364,11 @@ def _known(specs: Layers, options: CacheConfig) -> Sequence[LayerSpec]:
 def _refuse_all_but(name: str, specs: Layers, components: set[str]) -> None:
     for index, spec in enumerate(specs or ()):
         if spec.components - components:
-            kept = " and ".join(
+            data = " and ".join(
                 _IN_WORDS.get(component, component) for component in sorted(spec.components - components)
             )
-            other = "none" if spec.components - {KV, INDEX, STATE, MODEL_SPECIFIC} else "dynamic"
+            backend = "none" if spec.components - {KV, INDEX, STATE, MODEL_SPECIFIC} else "dynamic"
             raise UnsupportedLayerError(
-                f"layer {index} ({spec.layer_type}) keeps {kept}, which cache={name!r} has no place for. Generate with "
-                f"cache={other!r}, or pass transformers' own cache as past_key_values."
+                f"layer {index} ({spec.layer_type}) keeps {data}, which cache={name!r} has no place for. Generate with "
+                f"cache={backend!r}, or pass transformers' own cache as past_key_values."
             )

@@ -108,15 +108,15 @@ def save(
     cache.check_finished()
     cache.finish_step()
     log = cache.log
-    known = None if log is None else log.read_by
-    reader = known.live_model if model is None and known is not None else model
+    read_by = None if log is None else log.read_by
+    reader = read_by.live_model if model is None and read_by is not None else model
     if reader is None:
         raise CacheFileError(
             "which model filled this cache is not known, so a file could not say for which it is: save(path, model)"
         )
-    if log is not None and known is not None and (why := known.why_other(ReadBy.of(reader))):
+    if log is not None and read_by is not None and (reason := read_by.why_other(ReadBy.of(reader))):
         raise CacheFileError(
-            f"the file would name a model with other keys and values than those in the cache: {why}. Save a cache "
+            f"the file would name a model with other keys and values than those in the cache: {reason}. Save a cache "
             "before its model changes, or make this one anew"
         )
     config = [stack.layout.config for stack in cache.stacks]
@@ -128,7 +128,7 @@ def save(
     tensors: dict[str, torch.Tensor] = {}
     header = {
         "version": _VERSION,
-        "backends": [[one.name, _saved_options(one.to_dict())] for one in config if one is not None],
+        "backends": [[options.name, _saved_options(options.to_dict())] for options in config if options is not None],
         "model": fingerprint(reader),
         "notes": notes or {},
         "stacks": [_packed(_state(stack), str(number), tensors) for number, stack in enumerate(cache.stacks)],
@@ -140,10 +140,10 @@ def save(
 def inspect(path: str | Path) -> CacheFile:
     """What a file says about its cache. Raises `CacheFileError` if it is damaged or no saved cache."""
     header = _header(Path(path))
-    first = header["stacks"][0]["dict"]
+    stack = header["stacks"][0]["dict"]
     (name, options), size = header["backends"][0], Path(path).stat().st_size
-    rows, layers = first["rows"], len(first["specs"])
-    tokens = first["total_tokens"]
+    rows, layers = stack["rows"], len(stack["specs"])
+    tokens = stack["total_tokens"]
     return CacheFile(Path(path), name, options, header["model"], rows, tokens, layers, size, header["notes"])
 
 
@@ -230,9 +230,9 @@ def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = content.clone() if is_shared else content
         return {"tensor": name}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {"dict": {key: _packed(part, f"{name}.{key}", tensors) for key, part in value.items()}}
+        return {"dict": {key: _packed(element, f"{name}.{key}", tensors) for key, element in value.items()}}
     if isinstance(value, (list, tuple, Iterator)):
-        return [_packed(part, f"{name}.{number}", tensors) for number, part in enumerate(value)]
+        return [_packed(element, f"{name}.{number}", tensors) for number, element in enumerate(value)]
     if isinstance(value, (bool, int, float, str, type(None))):
         return value
     if isinstance(value, torch.dtype):
@@ -247,31 +247,31 @@ def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 def _unpacked_stack(packed: dict[str, Any], unpacked: Callable[[Any], Any]) -> dict[str, Any]:
     """The state of a stack; that of a layer is read when its turn comes."""
     state = packed["dict"]
-    others = {name: unpacked(part) for name, part in state.items() if name != "layers"}
-    return others | {"layers": map(unpacked, state["layers"])}
+    entries = {name: unpacked(entry) for name, entry in state.items() if name != "layers"}
+    return entries | {"layers": map(unpacked, state["layers"])}
 
 
 def _unpacked(value: Any, file: Any, device: torch.device) -> Any:
     if isinstance(value, list):
-        return [_unpacked(part, file, device) for part in value]
+        return [_unpacked(element, file, device) for element in value]
     if not isinstance(value, dict):
         return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
+    ((tag, content),) = value.items()
+    if tag == "tensor":
         return file.get_tensor(content).to(device)
-    if kind == "dtype":
+    if tag == "dtype":
         return getattr(torch, content)
-    if kind == "device":
+    if tag == "device":
         return device
-    return {key: _unpacked(part, file, device) for key, part in content.items()}
+    return {key: _unpacked(element, file, device) for key, element in content.items()}
 
 
 # Whether it is of this model.
 
 
-def _check_model(path: Path, saved: dict[str, str], given: dict[str, str]) -> None:
+def _check_model(path: Path, saved: dict[str, str], current: dict[str, str]) -> None:
     """Raise `CacheFileError`, with what differs."""
-    if different := differences(saved, given):
+    if different := differences(saved, current):
         raise CacheFileError(
             f"{path} is of another model ({different}), which computes other keys and values: load it with "
             "the model that filled it, or read the tokens again"
@@ -335,8 +335,8 @@ def _as_os_error(error: SafetensorError, path: Path, size: int) -> Exception:
     code, free = int(number[1]), ""
     with suppress(OSError):
         free = f", where {shutil.disk_usage(path.parent).free:,} are free"
-    why = f"{os.strerror(code)}: the cache needs {size:,} bytes{free}, and was not saved; choose another folder"
-    return OSError(code, why, str(path))
+    message = f"{os.strerror(code)}: the cache needs {size:,} bytes{free}, and was not saved; choose another folder"
+    return OSError(code, message, str(path))
 
 
 def _header(path: Path) -> dict[str, Any]:
@@ -346,10 +346,10 @@ def _header(path: Path) -> dict[str, Any]:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:  # changes stay in memory
                 length = int.from_bytes(content[:8], "little")
                 metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-                said = metadata["sha256"]
-                at = content.find(f'"sha256":"{said}"'.encode(), 8, 8 + length) + len('"sha256":"')
+                digest = metadata["sha256"]
+                at = content.find(f'"sha256":"{digest}"'.encode(), 8, 8 + length) + len('"sha256":"')
                 content[at : at + len(_UNKNOWN)] = _UNKNOWN.encode()
-                is_intact = sha256(content).hexdigest() == said
+                is_intact = sha256(content).hexdigest() == digest
             header = json.loads(metadata["kvengine"])
         except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             raise CacheFileError(f"{path} is no saved cache, or damaged ({type(error).__name__}: {error})") from error

@@ -76,8 +76,8 @@ def register(
 
     def decorate(build: Callable) -> Callable:
         if options.name in _recipes:
-            old = _recipes[options.name]
-            check_name(f"a cache named {options.name!r}", [old.options, old.build], [options, build], replace)
+            existing = _recipes[options.name]
+            check_name(f"a cache named {options.name!r}", [existing.options, existing.build], [options, build], replace)
         summary = (build.__doc__ or "").strip().splitlines()
         _recipes[options.name] = Recipe(options.name, options, build, summary[0] if summary else "", any_layers)
         return build
@@ -110,8 +110,8 @@ def build(name: str, model_config: Any, options: CacheConfig | None = None, **ch
     """
     chosen = recipe(name)
     if not isinstance(model_config, PreTrainedConfig):
-        kind = "None" if model_config is None else f"a {type(model_config).__name__}"
-        raise ConfigError(f"model_config has to be a PreTrainedConfig, not {kind}: pass model.config")
+        type_name = "None" if model_config is None else f"a {type(model_config).__name__}"
+        raise ConfigError(f"model_config has to be a PreTrainedConfig, not {type_name}: pass model.config")
     if chosen.any_layers:
         return chosen.make((), _complete(chosen, options, changes))
     return build_layers(name, read_specs(model_config), model_config.is_encoder_decoder, options, **changes)
@@ -130,8 +130,8 @@ def build_layers(
     if builds_both_caches or chosen.any_layers or not is_encoder_decoder:
         return chosen.make(specs, _complete(chosen, options, changes))
     cross_cache = changes.pop("cross_cache", None)
-    both = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)
-    return recipe(both.name).make(specs, both)
+    pair_options = EncoderDecoderCacheConfig(self_cache=_complete(chosen, options, changes), cross_cache=cross_cache)
+    return recipe(pair_options.name).make(specs, pair_options)
 
 
 def _complete(chosen: Recipe, options: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:

@@ -48,11 +48,11 @@ class Config:
     """The values of options that have a fixed set of them."""
 
     def __post_init__(self) -> None:
-        for name, kinds in self._option_kinds().items():
-            value = _stored(getattr(self, name), kinds)
-            if not any(_fits(value, kind) for kind in kinds):
+        for name, hints in self._option_kinds().items():
+            value = _stored(getattr(self, name), hints)
+            if not any(_fits(value, hint) for hint in hints):
                 expected = " or ".join(
-                    "None" if kind is NoneType else getattr(kind, "__name__", str(kind)) for kind in kinds
+                    "None" if hint is NoneType else getattr(hint, "__name__", str(hint)) for hint in hints
                 )
                 raise ConfigError(f"{type(self).__name__}: {name}={value!r}, but it has to be {expected}")
             object.__setattr__(self, name, value)
@@ -81,21 +81,21 @@ class Config:
 
         An entry is a line `name: text` or `name, name: text`; its further lines are indented by four spaces.
         """
-        found = dict.fromkeys(cls.option_names(), "")
-        for kind in reversed(cls.__mro__):
-            for names, text in _entries(vars(kind).get("__doc__") or ""):
-                found |= {name: text for name in names.split(", ") if name in found}
-        return found
+        texts = dict.fromkeys(cls.option_names(), "")
+        for base in reversed(cls.__mro__):
+            for names, text in _entries(vars(base).get("__doc__") or ""):
+                texts |= {name: text for name in names.split(", ") if name in texts}
+        return texts
 
     @classmethod
     def values(cls) -> dict[str, list[str]]:
         """The values that every option takes, in words; None is not listed."""
-        found = {}
+        in_words = {}
         for name, accepted in cls._option_kinds().items():
-            kinds = [get_origin(kind) or kind for kind in accepted if kind is not NoneType]
+            hints = [get_origin(hint) or hint for hint in accepted if hint is not NoneType]
             words = [str(value) for value in cls.choices.get(name, ())]
-            found[name] = list(dict.fromkeys(words or (_IN_WORDS.get(kind, "an object") for kind in kinds)))
-        return found
+            in_words[name] = list(dict.fromkeys(words or (_IN_WORDS.get(hint, "an object") for hint in hints)))
+        return in_words
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class Config:
         values = {**data, **overrides}
         for key in values:
             if key not in cls.option_names():
-                known = cls.option_names()
-                hint = cls.absent.get(key) or (nearest(key, known) if known else "it takes no options")
+                names = cls.option_names()
+                hint = cls.absent.get(key) or (nearest(key, names) if names else "it takes no options")
                 raise ConfigError(f"{cls.__name__} has no option {key!r}; {hint}")
         return cls(**values)
 
@@ -129,8 +129,8 @@ class Config:
 
     def update(self: C, **changes: Any) -> tuple[C, dict[str, Any]]:
         """A copy with these changes, and a dict of those that are not options."""
-        known = {name: value for name, value in changes.items() if name in self.option_names()}
-        return dataclasses.replace(self, **known), {name: changes[name] for name in changes if name not in known}
+        options = {name: value for name, value in changes.items() if name in self.option_names()}
+        return dataclasses.replace(self, **options), {name: changes[name] for name in changes if name not in options}
 
     def to_dict(self, use_diff: bool = False) -> dict[str, Any]:
         """The dict that `from_dict` takes. use_diff: only values that differ from the defaults."""
@@ -158,24 +158,24 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _stored(value: Any, kinds: tuple[Any, ...]) -> Any:
+def _stored(value: Any, hints: tuple[Any, ...]) -> Any:
     """A value as a field stores it: dicts become configurations, torch's data types and devices become strings."""
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
-    for kind in kinds:
-        if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, Config):
-            return kind.from_dict(value)
+    for hint in hints:
+        if isinstance(value, dict) and isinstance(hint, type) and issubclass(hint, Config):
+            return hint.from_dict(value)
     return value
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _fits(value: Any, hint: Any) -> bool:
     """Whether a value is of a type. The elements of containers are not checked."""
-    kind = get_origin(kind) or kind
-    if kind is Any or not isinstance(kind, type):
+    hint = get_origin(hint) or hint
+    if hint is Any or not isinstance(hint, type):
         return True
     if isinstance(value, bool):  # Python's bool is an int, but True for a number is a mistake
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
 
 
 def require_positive(owner: str, **values: int | None) -> None:

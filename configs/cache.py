@@ -41,8 +41,8 @@ class CacheConfig(Config):
         if "name" not in vars(cls):
             return
         if cls.name in CacheConfig._by_name:
-            old = CacheConfig._by_name[cls.name]
-            check_name(f"a cache configuration named {cls.name!r}", [old], [cls], replace)
+            registered = CacheConfig._by_name[cls.name]
+            check_name(f"a cache configuration named {cls.name!r}", [registered], [cls], replace)
         CacheConfig._by_name[cls.name] = cls
 
     @classmethod
@@ -55,18 +55,18 @@ class CacheConfig(Config):
     def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
         """As `Config.from_dict`. The key "name" selects the class; classes with a name do not need the key."""
         values = {**data, **overrides}
-        own = getattr(cls, "name", None)
-        name = values.pop("name", own)
-        if name != own:
+        own_name = getattr(cls, "name", None)
+        name = values.pop("name", own_name)
+        if name != own_name:
             if isinstance(name, str) and name not in cls._by_name:
                 load_plugins(CACHE_PLUGINS)
-            kind = cls._by_name.get(name) if isinstance(name, str) else None
-            if kind is None:
+            config_class = cls._by_name.get(name) if isinstance(name, str) else None
+            if config_class is None:
                 raise ConfigError(f"there is no cache configuration named {name!r}; {nearest(str(name), cls.names())}")
-            if not issubclass(kind, cls):
-                raise ConfigError(f"{cls.__name__} is for the cache {own!r}, not for {name!r}")
-            return kind.from_dict(values)
-        if own is None:
+            if not issubclass(config_class, cls):
+                raise ConfigError(f"{cls.__name__} is for the cache {own_name!r}, not for {name!r}")
+            return config_class.from_dict(values)
+        if own_name is None:
             raise ConfigError(f'a cache configuration needs its "name"; known: {", ".join(cls.names())}')
         return super().from_dict(values)
 
@@ -194,10 +194,10 @@ class SlidingWindowCacheConfig(PlacedCacheConfig):
         return super().offloaded(residency) if self.window_length is None else None
 
 
-def check_residency(residency: str, folder: str | None, known: Collection[str]) -> None:
-    """Raise `ConfigError` unless `residency` is one of `known` and `folder` is given only for "disk"."""
-    if residency not in known:
-        raise ConfigError(f"residency={residency!r}, but it has to be {' or '.join(map(repr, known))}")
+def check_residency(residency: str, folder: str | None, residencies: Collection[str]) -> None:
+    """Raise `ConfigError` unless `residency` is one of `residencies` and `folder` is given only for "disk"."""
+    if residency not in residencies:
+        raise ConfigError(f"residency={residency!r}, but it has to be {' or '.join(map(repr, residencies))}")
     if folder is not None and residency != "disk":
         raise ConfigError(f"folder={folder!r} is for residency='disk', but this is {residency!r}")
 
@@ -296,22 +296,22 @@ class EncoderDecoderCacheConfig(CacheConfig):
     @property
     def parts(self) -> list[CacheConfig]:
         """The configurations of both caches; of the self cache alone where the other follows from it."""
-        chosen = [part for part in (self.self_cache, self.cross_cache) if part is not None]
-        return [config_of(part)() if isinstance(part, str) else part for part in chosen]
+        chosen = [config for config in (self.self_cache, self.cross_cache) if config is not None]
+        return [config_of(config)() if isinstance(config, str) else config for config in chosen]
 
     @property
     def changes_text(self) -> str | None:
-        return next(filter(None, (part.changes_text for part in self.parts)), None)
+        return next(filter(None, (config.changes_text for config in self.parts)), None)
 
     @property
     def harms_text(self) -> str | None:
-        return next(filter(None, (part.harms_text for part in self.parts)), None)
+        return next(filter(None, (config.harms_text for config in self.parts)), None)
 
     def offloaded(self, residency: str) -> CacheConfig | None:
-        own, *cross = (part.offloaded(residency) for part in self.parts)
-        if own is None:
+        main, *cross = (config.offloaded(residency) for config in self.parts)
+        if main is None:
             return None
-        return dataclasses.replace(self, self_cache=own, cross_cache=(cross[0] or self.cross_cache) if cross else None)
+        return dataclasses.replace(self, self_cache=main, cross_cache=(cross[0] or self.cross_cache) if cross else None)
 
 
 @dataclass(frozen=True)

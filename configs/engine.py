@@ -85,9 +85,9 @@ class EngineConfig(Config):
             "linears": LINEARS_CHOICES,
             "over_budget": BUDGET_CHOICES,
         }
-        for name, known in choices.items():
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(known)}")
+        for name, accepted in choices.items():
+            if (value := getattr(self, name)) not in accepted:
+                raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(accepted)}")
         for name, only in (
             ("compile", "off"),
             ("weights", "full"),

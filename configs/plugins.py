@@ -14,15 +14,15 @@ _loaded: set[str] = set()
 _loading = threading.RLock()
 
 
-def check_name(what: str, old: Sequence[Any], new: Sequence[Any], replace: bool) -> None:
+def check_name(name: str, registered: Sequence[Any], definitions: Sequence[Any], replace: bool) -> None:
     """Raise `ConfigError` if a name is registered by other definitions, unless `replace`.
 
-    what: the name, in words. old, new: the classes and functions that are registered, and those to register. They are
-    the same if their modules and qualified names are equal, as when a notebook's cell is executed again.
+    name: in words. registered, definitions: the classes and functions that are registered, and those to register. They
+    are the same if their modules and qualified names are equal, as when a notebook's cell is executed again.
     """
-    if not replace and list(map(_qualified_name, old)) != list(map(_qualified_name, new)):
-        owners = " and ".join(map(_qualified_name, old))
-        raise ConfigError(f"{what} is registered already, by {owners}: choose another name, or pass replace=True")
+    if not replace and list(map(_qualified_name, registered)) != list(map(_qualified_name, definitions)):
+        owners = " and ".join(map(_qualified_name, registered))
+        raise ConfigError(f"{name} is registered already, by {owners}: choose another name, or pass replace=True")
 
 
 def _qualified_name(definition: Any) -> str:

@@ -82,27 +82,27 @@ class _Drafter:
         if k < 1:
             return Proposal(text.ids[:, :0])
         tokens = yield from self.unread(text.ids, text.over)
-        read, probabilities = text.ids, []
+        draft_ids, probabilities = text.ids, []
         while True:
             logits = yield Forward(tokens, model="draft")
-            q, drawn = self.task.attempt(partial(self.choose, self.scores(read, logits, columns)))
-            tokens = text.known(read.shape[1] - columns, drawn)[:, None]
-            read = torch.cat([read, tokens], dim=1)
+            q, drawn = self.task.attempt(partial(self.choose, self.scores(draft_ids, logits, columns)))
+            tokens = text.known(draft_ids.shape[1] - columns, drawn)[:, None]
+            draft_ids = torch.cat([draft_ids, tokens], dim=1)
             if self.options.samples:
                 probabilities.append(q)
-            proposed = read.shape[1] - columns
+            proposed = draft_ids.shape[1] - columns
             if proposed == k or (proposed >= text.most_fixed and self.doubts(q.gather(1, tokens)[~text.over])):
                 break
             self.fed += 1
-        self.read, self.proposed = read[:, : self.fed], read
-        return Proposal(read[:, columns:], torch.stack(probabilities, dim=1) if self.options.samples else None)
+        self.read, self.proposed = draft_ids[:, : self.fed], draft_ids
+        return Proposal(draft_ids[:, columns:], torch.stack(probabilities, dim=1) if self.options.samples else None)
 
-    def scores(self, read: torch.Tensor, logits: torch.Tensor, columns: int) -> torch.Tensor:
+    def scores(self, ids: torch.Tensor, logits: torch.Tensor, columns: int) -> torch.Tensor:
         """The processed logits, or these as they are where a processor refuses what was proposed after `columns`."""
         try:
-            return self.task.process(read, logits)
+            return self.task.process(ids, logits)
         except REFUSALS:
-            if read.shape[1] == columns:
+            if ids.shape[1] == columns:
                 raise
             return logits
 
@@ -115,19 +115,19 @@ class _Drafter:
         """The tokens of the text that the draft has to read; it rolls back what is not in the text. over: rows that
         have ended, which do not matter."""
         columns = min(self.fed, ids.shape[1] - 1)  # the last token is never one that it has read
-        same = (self.read[:, :columns] == ids[:, :columns]) | over[:, None]
-        kept = int(same.all(dim=0).long().cumprod(dim=0).sum())
-        if self.fed > kept:
-            yield Crop(self.fed - kept, model="draft")
+        equal = (self.read[:, :columns] == ids[:, :columns]) | over[:, None]
+        common = int(equal.all(dim=0).long().cumprod(dim=0).sum())
+        if self.fed > common:
+            yield Crop(self.fed - common, model="draft")
         self.fed = ids.shape[1]
-        return ids[:, kept:]
+        return ids[:, common:]
 
     def adapt(self, text: VerifiedText) -> None:
         """Adapt the length to how much of the last proposal is in the text."""
         if self.proposed is not None and self.options.num_assistant_tokens_schedule != "constant":
             end = self.proposed.shape[1]
-            same = (text.ids[:, :end] == self.proposed[:, : text.ids.shape[1]]) | text.over[:, None]
-            self.length = self.length + 2 if text.ids.shape[1] > end and bool(same.all()) else max(1, self.length - 1)
+            equal = (text.ids[:, :end] == self.proposed[:, : text.ids.shape[1]]) | text.over[:, None]
+            self.length = self.length + 2 if text.ids.shape[1] > end and bool(equal.all()) else max(1, self.length - 1)
         self.task.drafts.length = self.length
 
     def doubts(self, confidence: torch.Tensor) -> bool:
@@ -143,18 +143,18 @@ class _Translating(_Drafter):
         translation = self.task.translation
         assert translation is not None
         self.adapt(text)
-        wanted = translation.to_draft(text.ids)
-        k = min(self.length, text.room, translation.max_columns - wanted.shape[1] - 1)
+        translated = translation.to_draft(text.ids)
+        k = min(self.length, text.room, translation.max_columns - translated.shape[1] - 1)
         if k < 1:
             return Proposal(text.ids[:, :0])
-        tokens, read = (yield from self.unread(wanted, text.over)), wanted
+        tokens, draft_ids = (yield from self.unread(translated, text.over)), translated
         for _ in range(k):
             logits = yield Forward(tokens, model="draft")
             tokens = highest(logits)[:, None]
-            read = torch.cat([read, tokens], dim=1)
+            draft_ids = torch.cat([draft_ids, tokens], dim=1)
             if self.doubts(logits.softmax(dim=-1).gather(1, tokens)):
                 break
-        self.read, self.fed = read[:, :-1], read.shape[1] - 1
-        new = translation.to_model(text.ids, read, wanted.shape[1])[:, : text.room]
-        self.proposed = torch.cat([text.ids, new], dim=1)
-        return Proposal(new)
+        self.read, self.fed = draft_ids[:, :-1], draft_ids.shape[1] - 1
+        proposed = translation.to_model(text.ids, draft_ids, translated.shape[1])[:, : text.room]
+        self.proposed = torch.cat([text.ids, proposed], dim=1)
+        return Proposal(proposed)

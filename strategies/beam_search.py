@@ -65,9 +65,9 @@ class Hypotheses:
         """With one more column."""
         return Hypotheses(_with_column(self.ids, ids), _with_column(self.rows, rows), self.scores)
 
-    def joined_with(self, others: Hypotheses) -> Hypotheses:
-        both = zip((self.ids, self.rows, self.scores), (others.ids, others.rows, others.scores), strict=True)
-        return Hypotheses(*(torch.cat(pair, dim=1) for pair in both))
+    def joined_with(self, texts: Hypotheses) -> Hypotheses:
+        pairs = zip((self.ids, self.rows, self.scores), (texts.ids, texts.rows, texts.scores), strict=True)
+        return Hypotheses(*(torch.cat(pair, dim=1) for pair in pairs))
 
 
 class BeamState:
@@ -100,16 +100,16 @@ class BeamState:
         self._lost = (scores.amax(dim=1) == -torch.inf) & ~begun
         beams, tokens = index // vocabulary, index % vocabulary
         rows = beams + self._first
-        found = Hypotheses(_take(self.running.ids, beams), _take(self.running.rows, beams), scores).then(tokens, rows)
-        ends = self._task.ended(found.ids.flatten(0, 1)).view_as(scores)
+        grown = Hypotheses(_take(self.running.ids, beams), _take(self.running.rows, beams), scores).then(tokens, rows)
+        ends = self._task.ended(grown.ids.flatten(0, 1)).view_as(scores)
         # Where all end, the length does it: those of a group without an end token are the beams that run.
         cut = ends.all(dim=1, keepdim=True)
-        stops = self._task.ends(found.ids[..., :-1].flatten(0, 1), tokens.flatten()) if self._rules.is_group else ends
+        stops = self._task.ends(grown.ids[..., :-1].flatten(0, 1), tokens.flatten()) if self._rules.is_group else ends
         stops = stops.view_as(ends).where(cut, ends)
         best = (scores + stops.float() * _NEVER).topk(self._size).indices
         self.ended = self.ended.then(self._task.pad_id, -1)
-        self._keep_ended(found, stops)
-        self.running = Hypotheses(found.ids, found.rows, scores + stops.float() * _NEVER).take(best)
+        self._keep_ended(grown, stops)
+        self.running = Hypotheses(grown.ids, grown.rows, scores + stops.float() * _NEVER).take(best)
         self.parents = rows.gather(1, best)
         if self._rules.is_group:
             self._look_ahead(scores[:, :1])
@@ -128,15 +128,15 @@ class BeamState:
         index = draw(scores.softmax(dim=-1), self._task.generator, self._candidates)
         return scores.gather(1, index), index
 
-    def _keep_ended(self, found: Hypotheses, ends: torch.Tensor) -> None:
+    def _keep_ended(self, candidates: Hypotheses, ends: torch.Tensor) -> None:
         """Of the texts that had ended and those that end now, keep the best."""
         rules, eligible = self._rules, ends.clone()
         eligible[:, self._size :] = False  # the other candidates only stand by for those that end
-        scores = found.scores / (found.rows.shape[-1] ** rules.length_penalty)
+        scores = candidates.scores / (candidates.rows.shape[-1] ** rules.length_penalty)
         full = self._is_text.all(dim=1, keepdim=True) & (rules.early_stopping is True)
         for excluded in (full, ~self._can_improve, ~eligible):
             scores = scores + excluded.float() * _NEVER
-        texts = self.ended.joined_with(Hypotheses(found.ids, found.rows, scores))
+        texts = self.ended.joined_with(Hypotheses(candidates.ids, candidates.rows, scores))
         best = texts.scores.topk(self._size).indices
         best = best.where(~self.done[:, None], torch.arange(self._size, device=best.device))  # also where scores tie
         self.ended = texts.take(best)
@@ -189,17 +189,17 @@ class BeamSnapshot:
         ids, some = texts.ids[..., self.prompt :], counts.long().argmax(dim=1, keepdim=True)
         differs = (ids != _take(ids, some)) & counts[..., None]
         agreed = (~differs.any(dim=1)).long().cumprod(dim=1).sum(dim=1).tolist()
-        done, found = torch.stack(self.done).all(dim=0).tolist(), []
+        done, hypotheses = torch.stack(self.done).all(dim=0).tolist(), []
         for number, text in enumerate(self.best()):
             prompt = number // self.returned
-            found.append(text if done[prompt] else Hypothesis(text.tokens[: agreed[prompt]], False, text.row))
-        return found
+            hypotheses.append(text if done[prompt] else Hypothesis(text.tokens[: agreed[prompt]], False, text.row))
+        return hypotheses
 
     def best(self) -> list[Hypothesis]:
         """The running beams, the best first, then texts that have ended: those alone where the prompt is done."""
         running = reduce(Hypotheses.joined_with, self.running)
         ended = reduce(Hypotheses.joined_with, self.ended).best(self.returned)
-        may_win, beams, found = self._may_win().tolist(), running.scores.shape[1], []
+        may_win, beams, hypotheses = self._may_win().tolist(), running.scores.shape[1], []
         for prompt, scores in enumerate(running.scores.tolist()):
             ids, lengths = ended.ids[prompt, :, self.prompt :].tolist(), ended.lengths[prompt].tolist()
             real = ended.are_chosen[prompt].tolist()
@@ -209,8 +209,8 @@ class BeamSnapshot:
             alive = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if real[beam]]
             # Beams that have ended only go on for want of others.
             dead = [Hypothesis(ids[beam], False, prompt * beams + beam) for beam in order if not real[beam]]
-            found += (alive + texts + dead)[: self.returned]
-        return found
+            hypotheses += (alive + texts + dead)[: self.returned]
+        return hypotheses
 
     def _may_win(self) -> torch.Tensor:
         """Which running beams are of a search that is not done, [prompts, beams]."""

@@ -58,7 +58,7 @@ class DiverseBeam:
     def flow(self, task: Task) -> Flow:
         size = self.num_beams // self.num_beam_groups
         rules = Rules(self.length_penalty, self.early_stopping, is_group=True)
-        groups = [BeamState(task, rules, size, first, self.num_beams) for first in range(0, self.num_beams, size)]
+        groups = [BeamState(task, rules, size, begin, self.num_beams) for begin in range(0, self.num_beams, size)]
         _, logits = yield from read_prompt(task, self.num_beams)
         recorded: list[torch.Tensor] = []
         while True:

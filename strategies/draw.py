@@ -22,9 +22,9 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator | None, tokens:
 
 def _divide(weights: torch.Tensor, generator: torch.Generator | None) -> None:
     """Divide by what `exponential_` draws, which takes one logarithm after the other, in one thread."""
-    for part in weights.view(-1).split(_AT_ONCE):
-        uniform = torch.rand(len(part), dtype=torch.float64, device="cpu", generator=generator)
-        part /= uniform.neg_().log1p_().neg_().float()
+    for chunk in weights.view(-1).split(_AT_ONCE):
+        uniform = torch.rand(len(chunk), dtype=torch.float64, device="cpu", generator=generator)
+        chunk /= uniform.neg_().log1p_().neg_().float()
 
 
 @cache
@@ -34,4 +34,4 @@ def _draws_as_known() -> bool:
     weights = torch.arange(1.0, 2.5 * _AT_ONCE, device="cpu").repeat(2, 1)  # several pieces
     drawn = torch.multinomial(weights, 8, generator=seeded[0])
     _divide(weights, seeded[1])
-    return torch.equal(drawn, weights.topk(8).indices) and torch.equal(*(one.get_state() for one in seeded))
+    return torch.equal(drawn, weights.topk(8).indices) and torch.equal(*(generator.get_state() for generator in seeded))

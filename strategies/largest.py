@@ -22,8 +22,8 @@ def largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
         return best.values, best.indices
     blocks = scores.unflatten(1, (-1, size))
     chosen = blocks.amax(dim=-1).topk(count).indices
-    values, places = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1).topk(count)
-    return values, chosen.gather(1, places // size) * size + places % size
+    values, indices = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1).topk(count)
+    return values, chosen.gather(1, indices // size) * size + indices % size
 
 
 def highest(scores: torch.Tensor) -> torch.Tensor:
@@ -35,5 +35,5 @@ def highest(scores: torch.Tensor) -> torch.Tensor:
         return scores.argmax(dim=-1)
     blocks = scores.unflatten(1, (-1, _BLOCK))
     chosen = blocks.amax(dim=-1).argmax(dim=-1)[:, None]
-    places = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK))[:, 0].argmax(dim=-1)
-    return chosen[:, 0] * _BLOCK + places
+    indices = blocks.gather(1, chosen[..., None].expand(-1, -1, _BLOCK))[:, 0].argmax(dim=-1)
+    return chosen[:, 0] * _BLOCK + indices

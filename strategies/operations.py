@@ -139,8 +139,8 @@ class Task:
 
     def ends(self, ids: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Whether the tokens [any] are ends of the texts ids [any, columns] that they come after, bool [any]."""
-        found = torch.isin(tokens, self._eos)
-        return found if self.belongs is None else found & ~self.belongs(torch.cat([ids, tokens[:, None]], dim=1))
+        is_eos = torch.isin(tokens, self._eos)
+        return is_eos if self.belongs is None else is_eos & ~self.belongs(torch.cat([ids, tokens[:, None]], dim=1))
 
 
 class Forward(NamedTuple):  # made for every token: a frozen dataclass takes 1 µs more

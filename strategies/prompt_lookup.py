@@ -52,9 +52,9 @@ class PromptLookup:
             columns, ids = text.ids.shape[1], torch.cat([text.ids, text.fixed], dim=1).cpu()
             rows = []
             for row, (fixed, over) in enumerate(zip(text.counts.tolist(), text.over.tolist(), strict=True)):
-                known = ids[row, : columns + fixed]
-                found = known[:0] if over else self.look_up(known[padding[row] :])
-                rows.append(torch.cat([known[columns:], found]))
+                known_ids = ids[row, : columns + fixed]
+                continuation = known_ids[:0] if over else self.look_up(known_ids[padding[row] :])
+                rows.append(torch.cat([known_ids[columns:], continuation]))
             k = max(0, min(text.room, max(map(len, rows))))
             drafted = torch.full((len(rows), k), task.pad_id, device="cpu")
             for row, tokens in enumerate(rows):
@@ -66,8 +66,8 @@ class PromptLookup:
     def look_up(self, text: torch.Tensor) -> torch.Tensor:
         """What may come after `text` [tokens]; nothing where its end is new."""
         for size in range(min(self.max_matching_ngram_size, len(text) - 1), 0, -1):
-            places = (text[:-1].unfold(0, size, 1) == text[-size:]).all(dim=1).nonzero()
-            if len(places):
-                begin = int(places[0]) + size
+            matches = (text[:-1].unfold(0, size, 1) == text[-size:]).all(dim=1).nonzero()
+            if len(matches):
+                begin = int(matches[0]) + size
                 return text[begin : begin + self.prompt_lookup_num_tokens]
         return text[:0]

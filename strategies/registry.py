@@ -52,9 +52,9 @@ def options(name: str) -> list[str]:
     return [field.name for field in fields(_named(name))]  # type: ignore[arg-type]
 
 
-def build(name: str, **given: Any) -> Strategy:
+def build(name: str, **settings: Any) -> Strategy:
     """The strategy of that name with these options. Raises `ConfigError` with the nearest names."""
-    return _named(name)(**given)
+    return _named(name)(**settings)
 
 
 def _named(name: str) -> type[Strategy]:

@@ -62,7 +62,7 @@ class VerifiedText:
     def verify(self, proposal: Proposal, logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """The tokens [rows, n] to emit, n > 0, and their scores. logits: [rows, k + 1, vocabulary]."""
         task, drafted = self.task, proposal.tokens
-        k, read = drafted.shape[1], torch.cat([self.ids, drafted], dim=1)
+        k, ids = drafted.shape[1], torch.cat([self.ids, drafted], dim=1)
         goes_on, over = torch.ones_like(self.over), self.over  # those whose tokens so far are what was fed; ended
         certain, accepted = torch.zeros_like(self.counts), torch.zeros_like(self.counts)
         tokens: list[torch.Tensor] = []
@@ -70,7 +70,7 @@ class VerifiedText:
         scores: list[torch.Tensor] = []
         for column in range(k + 1):
             try:
-                text = read[:, : self.ids.shape[1] + column]
+                text = ids[:, : self.ids.shape[1] + column]
                 scores.append(task.process(text, logits[:, column]))
             except REFUSALS:
                 if not tokens:
@@ -110,22 +110,23 @@ class VerifiedText:
             return chosen, torch.zeros_like(self.over) if proposed is None else chosen == proposed
         ratio = (p.gather(1, proposed[:, None]) / q.gather(1, proposed[:, None]))[:, 0]
         accepted = torch.rand(ratio.shape, generator=generator, dtype=ratio.dtype, device=ratio.device) < ratio
-        rest = (p - q).clamp(min=0)
-        rest = rest.where(rest.sum(dim=-1, keepdim=True) > 0, p)  # equal but for rounding: nothing is left to draw from
-        return proposed.where(accepted, draw(rest, generator)[:, 0]), accepted
+        residual = (p - q).clamp(min=0)
+        # Where they are equal but for rounding, nothing is left to draw from.
+        residual = residual.where(residual.sum(dim=-1, keepdim=True) > 0, p)
+        return proposed.where(accepted, draw(residual, generator)[:, 0]), accepted
 
     def _count(self, k: int, accepted: torch.Tensor) -> None:
-        drafts, new = self.task.drafts, (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
+        drafts, proposed = self.task.drafts, (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
         drafts.verifications += 1
-        drafts.drafted += int(new.sum())
+        drafts.drafted += int(proposed.sum())
         drafts.accepted += int(accepted.sum())
 
     def advance(self, ids: torch.Tensor, emitted: torch.Tensor) -> None:
         """`emitted` was emitted, and the driver answered `ids`."""
         columns = emitted.shape[1]
-        new = ids[:, -columns:]
+        answered = ids[:, -columns:]
         # Where it put the pad id, the row had ended in a way that only the driver sees.
-        self.over = self.over | self._ends[:, :columns].any(dim=1) | (new != emitted).any(dim=1)
+        self.over = self.over | self._ends[:, :columns].any(dim=1) | (answered != emitted).any(dim=1)
         self.ids, self.fixed = ids, self.fixed[:, columns:]
         self.counts = (self.counts - columns).clamp(min=0).masked_fill(self.over, 0)
 
@@ -139,14 +140,14 @@ def forced_tokens(text: VerifiedText) -> Proposal | None:
     """What every row has to go on with, as a proposal that will be accepted; None where a row is free to choose."""
     if text.task.forced is None or text.room < 1 or text.most_fixed:
         return None
-    each = text.task.forced(text.ids)
+    forced = text.task.forced(text.ids)
     over = text.over.tolist()
-    columns = min((len(tokens) for tokens, ended in zip(each, over, strict=True) if not ended), default=0)
+    columns = min((len(tokens) for tokens, ended in zip(forced, over, strict=True) if not ended), default=0)
     columns = min(columns, text.room)
     if not columns:
         return None
     rows = [
-        [text.task.pad_id] * columns if ended else tokens[:columns] for tokens, ended in zip(each, over, strict=True)
+        [text.task.pad_id] * columns if ended else tokens[:columns] for tokens, ended in zip(forced, over, strict=True)
     ]
     return Proposal(torch.tensor(rows, dtype=torch.long, device=text.ids.device))
 

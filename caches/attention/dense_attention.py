@@ -37,9 +37,9 @@ def attend_to(prefix: torch.Tensor, suffix: torch.Tensor | None) -> Attend | Non
     return attention if is_supported(prefix) and (suffix is None or is_supported(suffix)) else None
 
 
-def is_supported(part: torch.Tensor) -> bool:
-    is_plain = type(part) is torch.Tensor and part.is_cpu and part.dtype == torch.float32
-    return is_plain and part.shape[-1] % 8 == 0 and part.stride(-1) == 1
+def is_supported(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype == torch.float32
+    return is_plain and tensor.shape[-1] % 8 == 0 and tensor.stride(-1) == 1
 
 
 def attention(
@@ -68,20 +68,20 @@ def one_token_attention(
     rows, heads, tokens, width = query.shape
     if tokens != 1:
         return None
-    of_keys, of_values, parts = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+    of_keys, of_values, counts = list[torch.Tensor](), list[torch.Tensor](), list[int]()
     for key, value in zip(keys, values, strict=True):
-        own = _tensors(key), _tensors(value)
-        if own[0] is None or own[1] is None or len(own[0]) != len(own[1]):
+        segments = _tensors(key), _tensors(value)
+        if segments[0] is None or segments[1] is None or len(segments[0]) != len(segments[1]):
             return None
-        of_keys += own[0]
-        of_values += own[1]
-        parts += key.shape[0], len(own[0])  # `len(key)` would materialize segments
+        of_keys += segments[0]
+        of_values += segments[1]
+        counts += key.shape[0], len(segments[0])  # `len(key)` would materialize segments
     by_head = None
     if mask is not None:
         added = to_add(mask, query.dtype)
         by_head = added.expand(rows, heads, 1, added.shape[-1]).unflatten(1, (keys[0].shape[1], -1))
-    found = _computed(query, of_keys, of_values, parts, by_head, width**-0.5 if scale is None else scale)
-    return None if found is None else found.transpose(1, 2)
+    output = _computed(query, of_keys, of_values, counts, by_head, width**-0.5 if scale is None else scale)
+    return None if output is None else output.transpose(1, 2)
 
 
 def open_layers(layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: Sequence[float | None]) -> bool:
@@ -94,8 +94,9 @@ def open_layers(layers: Sequence[OpenSlots], mask: torch.Tensor | None, scales: 
     layer, see `one_token_attention`. The operator: from query [rows, heads, 1, width], key and value
     [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
-    keys, values = [one for slots in layers for one in slots.keys], [one for slots in layers for one in slots.values]
-    are_plain = is_supported(keys[0]) and all(type(one) is torch.Tensor for one in (*keys, *values))
+    keys = [tensor for slots in layers for tensor in slots.keys]
+    values = [tensor for slots in layers for tensor in slots.values]
+    are_plain = is_supported(keys[0]) and all(type(tensor) is torch.Tensor for tensor in (*keys, *values))
     if not (are_plain and can_compute(*keys, *values)):
         return False
     if any(slots.parts != layers[0].parts for slots in layers):
@@ -115,11 +116,11 @@ def close_layers() -> None:
         operators.close_layers()
 
 
-def _tensors(part: torch.Tensor) -> list[torch.Tensor] | None:
+def _tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
     """The keys or values of a cache; None if the kernel cannot read them."""
-    if isinstance(part, SegmentedTensor):
-        return [_tensor(segment) for segment in part.segments()] if part.attend is attention else None
-    return [part] if is_supported(part) else None
+    if isinstance(tensor, SegmentedTensor):
+        return [_tensor(segment) for segment in tensor.segments()] if tensor.attend is attention else None
+    return [tensor] if is_supported(tensor) else None
 
 
 def _tensor(segment: Segment) -> torch.Tensor:
@@ -132,7 +133,7 @@ def _computed(
     queries: torch.Tensor,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
-    parts: list[int],
+    counts: list[int],
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor | None:
@@ -140,12 +141,12 @@ def _computed(
     is_float = queries.dtype == torch.float32 and queries.is_cpu
     if not (is_float and can_compute(queries, *keys, *values, *(() if added is None else (added,)))):
         return None
-    found: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, parts, added, scale)
-    return found
+    output: torch.Tensor = KERNELS.or_error().dense_attention(queries, keys, values, counts, added, scale)
+    return output
 
 
-def can_compute(*given: torch.Tensor) -> bool:
+def can_compute(*tensors: torch.Tensor) -> bool:
     """Whether the kernel is there and can take the place of torch: it has no derivatives and follows no autocast."""
-    needs_derivative = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+    needs_derivative = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     is_followed = needs_derivative or torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling()
     return not is_followed and KERNELS.or_none() is not None

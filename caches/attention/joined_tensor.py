@@ -26,12 +26,12 @@ class JoinedTensor(torch.Tensor):
     is_visible: bool
 
     @staticmethod
-    def __new__(cls, parts: Sequence[torch.Tensor], is_visible: bool) -> JoinedTensor:
-        first = parts[0]
-        rows, slots = sum(part.shape[0] for part in parts), max(part.shape[2] for part in parts)
-        shape = (rows, first.shape[1], slots, first.shape[3])
-        joined = make_wrapper_subclass(cls, shape, dtype=first.dtype, device=first.device)
-        joined.parts, joined.is_visible = parts, is_visible
+    def __new__(cls, tensors: Sequence[torch.Tensor], is_visible: bool) -> JoinedTensor:
+        reference = tensors[0]
+        rows, slots = sum(tensor.shape[0] for tensor in tensors), max(tensor.shape[2] for tensor in tensors)
+        shape = (rows, reference.shape[1], slots, reference.shape[3])
+        joined = make_wrapper_subclass(cls, shape, dtype=reference.dtype, device=reference.device)
+        joined.parts, joined.is_visible = tensors, is_visible
         return joined
 
     def materialize(self) -> torch.Tensor:
@@ -39,9 +39,9 @@ class JoinedTensor(torch.Tensor):
         with DisableTorchFunctionSubclass():
             out = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
             begin = 0
-            for part in self.parts:
-                rows, _, slots, _ = part.shape
-                out[begin : begin + rows, :, out.shape[2] - slots :] = plain(part)
+            for tensor in self.parts:
+                rows, _, slots, _ = tensor.shape
+                out[begin : begin + rows, :, out.shape[2] - slots :] = plain(tensor)
                 begin += rows
             return out
 
@@ -72,10 +72,10 @@ def attend(
 
     query: [rows, heads, tokens, width]. mask: 4D, its slots aligned right, or None.
     """
-    found, begin = [], 0
+    outputs, begin = [], 0
     for keys, values in zip(key.parts, value.parts, strict=True):
         end = begin + keys.shape[0]
-        own = None if mask is None or key.is_visible else mask[begin:end, ..., mask.shape[-1] - keys.shape[2] :]
-        found.append(attention(query[begin:end], keys, values, own)[0])
+        cache_mask = None if mask is None or key.is_visible else mask[begin:end, ..., mask.shape[-1] - keys.shape[2] :]
+        outputs.append(attention(query[begin:end], keys, values, cache_mask)[0])
         begin = end
-    return torch.cat(found)
+    return torch.cat(outputs)

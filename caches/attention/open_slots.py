@@ -26,8 +26,8 @@ class OpenSlots(NamedTuple):
         return max(sum(next(slots) for _ in range(segments)) for segments in self.parts[1::2])
 
 
-def joined_slots(parts: Sequence[OpenSlots]) -> OpenSlots:
+def joined_slots(caches: Sequence[OpenSlots]) -> OpenSlots:
     """Of several caches, whose rows follow one another."""
-    keys = [one for part in parts for one in part.keys]
-    values = [one for part in parts for one in part.values]
-    return OpenSlots(keys, values, [one for part in parts for one in part.parts])
+    keys = [segment for cache in caches for segment in cache.keys]
+    values = [segment for cache in caches for segment in cache.values]
+    return OpenSlots(keys, values, [segment for cache in caches for segment in cache.parts])

@@ -26,10 +26,10 @@ def prompt_attention(
     kv_heads = key.shape[1]
     if rows * kv_heads * -(-tokens * heads // kv_heads // _TOGETHER) < torch.get_num_threads():
         return None
-    found = query.new_empty(rows, tokens, heads, value.shape[-1])
+    output = query.new_empty(rows, tokens, heads, value.shape[-1])
     scale = width**-0.5 if scale is None else scale
-    KERNELS.or_error().prompt_attention(query, key, value, mask, scale, found)
-    return found
+    KERNELS.or_error().prompt_attention(query, key, value, mask, scale, output)
+    return output
 
 
 def _is_readable(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -33,9 +33,9 @@ class _View:
     transposed: bool = False
 
     def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        rows, heads, *last = shape
-        last = last[::-1] if self.transposed else last
-        return (rows, heads, self.repeats, *last) if self.spread else (rows, heads * self.repeats, *last)
+        rows, heads, *matrix = shape
+        matrix = matrix[::-1] if self.transposed else matrix
+        return (rows, heads, self.repeats, *matrix) if self.spread else (rows, heads * self.repeats, *matrix)
 
     def applied(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.spread:
@@ -143,8 +143,8 @@ def _index(view: SegmentedTensor, index: Any) -> SegmentedTensor | None:
     """`[:, :, None]`: the first step of transformers' `repeat_kv`."""
     if not isinstance(index, tuple) or not 3 <= len(index) <= 5 or index[2] is not None or view.form != _PLAIN:
         return None
-    others = index[:2] + index[3:]
-    return view._as(spread=True) if all(isinstance(one, slice) and one == slice(None) for one in others) else None
+    items = index[:2] + index[3:]
+    return view._as(spread=True) if all(isinstance(item, slice) and item == slice(None) for item in items) else None
 
 
 def _expand(view: SegmentedTensor, *sizes: Any) -> SegmentedTensor | None:
@@ -153,7 +153,7 @@ def _expand(view: SegmentedTensor, *sizes: Any) -> SegmentedTensor | None:
     if view.form != _View(spread=True) or len(sizes) != 5:
         return None
     expected = (rows, heads, sizes[2], slots, width)
-    if any(size not in (-1, one) for size, one in zip(sizes, expected, strict=True)) or sizes[2] < 1:
+    if any(size not in (-1, target) for size, target in zip(sizes, expected, strict=True)) or sizes[2] < 1:
         return None
     return view._as(repeats=sizes[2])
 
@@ -185,22 +185,23 @@ def _to(view: SegmentedTensor, *args: Any, **kwargs: Any) -> SegmentedTensor | N
     """`to` with the data type and the device that the view has."""
     if not kwargs.keys() <= {"dtype", "device"}:
         return None
-    same: tuple[Any, ...] = (view.dtype, view.device, str(view.device), None)
-    return view if all(not isinstance(one, torch.Tensor) and one in same for one in (*args, *kwargs.values())) else None
+    current: tuple[Any, ...] = (view.dtype, view.device, str(view.device), None)
+    args = (*args, *kwargs.values())
+    return view if all(not isinstance(arg, torch.Tensor) and arg in current for arg in args) else None
 
 
-def _product(left: Any, view: Any) -> torch.Tensor | None:
+def _product(lhs: Any, view: Any) -> torch.Tensor | None:
     """Queries times transposed keys, or attention weights times values."""
-    if not isinstance(view, SegmentedTensor) or isinstance(left, SegmentedTensor) or view.form.spread or left.ndim != 4:
+    if not isinstance(view, SegmentedTensor) or isinstance(lhs, SegmentedTensor) or view.form.spread or lhs.ndim != 4:
         return None
     (rows, heads, *_), form = view.base, view.form
-    if left.shape[:2] != (rows, heads * form.repeats) or left.dtype != view.dtype:
+    if lhs.shape[:2] != (rows, heads * form.repeats) or lhs.dtype != view.dtype:
         return None
-    if left.shape[3] != form.shape_of(view.base)[2]:
+    if lhs.shape[3] != form.shape_of(view.base)[2]:
         return None  # torch raises its own error
-    grouped = group_rows(left.reshape(rows, heads, -1, left.shape[3]), view.rows_per_prefix)
-    found = ungroup_rows(_scores(grouped, view) if form.transposed else _mixed(grouped, view), view.rows_per_prefix)
-    return found.reshape(*left.shape[:3], found.shape[-1])
+    grouped = group_rows(lhs.reshape(rows, heads, -1, lhs.shape[3]), view.rows_per_prefix)
+    product = ungroup_rows(_scores(grouped, view) if form.transposed else _mixed(grouped, view), view.rows_per_prefix)
+    return product.reshape(*lhs.shape[:3], product.shape[-1])
 
 
 def _scores(queries: torch.Tensor, key: SegmentedTensor) -> torch.Tensor:
@@ -241,19 +242,19 @@ def _attention(
     mask = None if added is None else added.expand(rows, heads, tokens, key.base[2])
     if key.attend is not None and key.attend == value.attend:
         by_head = None if mask is None else mask.unflatten(1, (key.base[1], -1))
-        found = key.attend(queries, key.segments(), value.segments(), by_head, value.base[3])
-        if found is not None:
-            return found.reshape(rows, heads, tokens, -1)
+        output = key.attend(queries, key.segments(), value.segments(), by_head, value.base[3])
+        if output is not None:
+            return output.reshape(rows, heads, tokens, -1)
     scores = _scores(group_rows(queries, rows_per_prefix), key)
     if mask is not None:
         by_row = scores.unflatten(2, (rows_per_prefix, -1, tokens)).permute(0, 2, 1, 3, 4, 5)
         by_row += mask.unflatten(0, (-1, rows_per_prefix)).unflatten(2, (key.base[1], -1))
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
-    found = ungroup_rows(_mixed(weights, value), rows_per_prefix).reshape(rows, heads, tokens, -1)
+    output = ungroup_rows(_mixed(weights, value), rows_per_prefix).reshape(rows, heads, tokens, -1)
     if added is None or tokens == 1:  # a new token sees itself
-        return found
+        return output
     # 0 for a query that sees no slot, such as one of padding: as torch has it.
-    return found.masked_fill(added.isneginf().all(dim=-1, keepdim=True), 0)
+    return output.masked_fill(added.isneginf().all(dim=-1, keepdim=True), 0)
 
 
 def to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -80,9 +80,9 @@ class AffineSegment:
         return self.codes.shape[2]
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
-        first, *others = queries.chunk(self.scale.shape[-1], dim=-1)
-        scores = self._scores(0, first)
-        for group, of_group in enumerate(others, 1):
+        first_group, *other_groups = queries.chunk(self.scale.shape[-1], dim=-1)
+        scores = self._scores(0, first_group)
+        for group, of_group in enumerate(other_groups, 1):
             scores += self._scores(group, of_group)
         return scores
 

@@ -49,43 +49,43 @@ def branch(cache: C, tokens: int | None = None) -> C:
         total = cache.stacks[0].total_tokens
         if tokens is not None and not 0 <= tokens <= total:
             raise StepError(f"branch(cache, {tokens}): the cache holds {total} tokens, and a branch the first of them")
-        if any(one.rows_per_prefix > 1 for stack in cache.stacks for one in stack.shared_timelines):
+        if any(timeline.rows_per_prefix > 1 for stack in cache.stacks for timeline in stack.shared_timelines):
             cache.unshare()
-        new = cache.empty_like(cache.max_rows)
-        for stack, source in zip(new.stacks, cache.stacks, strict=True):
+        target = cache.empty_like(cache.max_rows)
+        for stack, source in zip(target.stacks, cache.stacks, strict=True):
             if source.batch_size != -1:
                 _follow(stack, source, is_complete=tokens in (None, total))
     if tokens is not None:
-        new.crop(tokens - total)
-    return new
+        target.crop(tokens - total)
+    return target
 
 
 def _follow(stack: LayerStack, source: LayerStack, is_complete: bool) -> None:
     """Let the empty `stack` hold what `source`, of the same layout, does. is_complete: nothing of it is left out."""
     sharing = PrefixSharing(stack)
-    goes_on = [is_complete and not old.is_frozen for old in source.timelines]
+    goes_on = [is_complete and not giver.is_frozen for giver in source.timelines]
     splits = []
-    for new, old, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
-        can_split = not on and sharing.can_share(new) and _can_be_read(old, _stores(source, old))
-        splits.append(isinstance(old, ForkedTimeline) or can_split)
+    for taker, giver, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
+        can_split = not on and sharing.can_share(taker) and _can_be_read(giver, _stores(source, giver))
+        splits.append(isinstance(giver, ForkedTimeline) or can_split)
     sharing.share_groups(splits)
     stack.hook.load_state_dict(source.hook.state_dict(source.batch_size))
-    for new, old, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
-        new.load_state_dict(_as_prefix(new, old), source.batch_size)
-        stores, old_stores = _stores(stack, new), _stores(source, old)
-        if not isinstance(new, ForkedTimeline):
-            _fill(new, stores, old, old_stores, reads=on, takes_room=True)
+    for taker, giver, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
+        taker.load_state_dict(_as_prefix(taker, giver), source.batch_size)
+        stores, givers = _stores(stack, taker), _stores(source, giver)
+        if not isinstance(taker, ForkedTimeline):
+            _fill(taker, stores, giver, givers, reads=on, takes_room=True)
             continue
         prefixes, suffixes = [store.prefix for store in stores], [store.suffix for store in stores]
-        if isinstance(old, ForkedTimeline):
-            _fill(new.suffix, suffixes, old.suffix, [one.suffix for one in old_stores], reads=on, takes_room=True)
-            old, old_stores = old.prefix, [one.prefix for one in old_stores]
-        _fill(new.prefix, prefixes, old, old_stores, reads=True, takes_room=False)
-    for layer, old_layer in zip(stack.layers, source.layers, strict=True):
-        if not isinstance(layer, Layer) or not isinstance(old_layer, Layer):
-            layer.load_state_dict(old_layer.state_dict())
-        elif layer.state is not None and old_layer.state is not None:
-            layer.state.load_dense(old_layer.state.dense_state())
+        if isinstance(giver, ForkedTimeline):
+            _fill(taker.suffix, suffixes, giver.suffix, [store.suffix for store in givers], reads=on, takes_room=True)
+            giver, givers = giver.prefix, [store.prefix for store in givers]
+        _fill(taker.prefix, prefixes, giver, givers, reads=True, takes_room=False)
+    for layer, source_layer in zip(stack.layers, source.layers, strict=True):
+        if not isinstance(layer, Layer) or not isinstance(source_layer, Layer):
+            layer.load_state_dict(source_layer.state_dict())
+        elif layer.state is not None and source_layer.state is not None:
+            layer.state.load_dense(source_layer.state.dense_state())
     stack.log = source.log
 
 
@@ -99,22 +99,22 @@ def _can_be_read(timeline: Timeline, stores: list[Store]) -> bool:
     return bool(stores) and timeline.retention.bound is None and all(type(store) is GrowingStore for store in stores)
 
 
-def _as_prefix(new: Timeline, old: Timeline) -> dict[str, Any]:
-    """The state of `new`: what `old` has counted is its prefix, unless that has one already."""
-    if not isinstance(new, ForkedTimeline) or isinstance(old, ForkedTimeline):
-        return old.state_dict()
-    return {"prefix": old.state_dict(), "suffix": new.suffix.state_dict(), "rows_per_prefix": 1}
+def _as_prefix(taker: Timeline, giver: Timeline) -> dict[str, Any]:
+    """The state of `taker`: what `giver` has counted is its prefix, unless that has one already."""
+    if not isinstance(taker, ForkedTimeline) or isinstance(giver, ForkedTimeline):
+        return giver.state_dict()
+    return {"prefix": giver.state_dict(), "suffix": taker.suffix.state_dict(), "rows_per_prefix": 1}
 
 
 def _fill(
-    new: Timeline, stores: list[Any], old: Timeline, old_stores: list[Any], reads: bool, takes_room: bool
+    taker: Timeline, stores: list[Any], giver: Timeline, giver_stores: list[Any], reads: bool, takes_room: bool
 ) -> None:
-    """Let the stores of `new` hold what those of `old` do: where it is if `reads` is true and they can, or a copy."""
-    if reads and _can_be_read(old, old_stores):
-        new.read_from(old, takes_room)
-        for store, old_store in zip(stores, old_stores, strict=True):
-            store.read_from(old_store, takes_room)
+    """Let the stores of `taker` hold what those of `giver` do: where it is if `reads` and they can, or a copy."""
+    if reads and _can_be_read(giver, giver_stores):
+        taker.read_from(giver, takes_room)
+        for store, giver_store in zip(stores, giver_stores, strict=True):
+            store.read_from(giver_store, takes_room)
         return
-    for store, old_store in zip(stores, old_stores, strict=True):
-        if state := old_store.state_dict():
+    for store, giver_store in zip(stores, giver_stores, strict=True):
+        if state := giver_store.state_dict():
             store.load_state_dict(state)

@@ -64,10 +64,10 @@ class ImplicitSteps:
         """Wait for the layers that a model uses, where those are fewer than the cache has. None: for all."""
         self.require_all()
         if model is not None:
-            found = {getattr(module, "layer_idx", None) for module in model.modules()}
+            indexes = {getattr(module, "layer_idx", None) for module in model.modules()}
             config = model.config.get_text_config(decoder=True)
             count = getattr(config, "num_decoder_layers", None) or getattr(config, "num_hidden_layers", None)
-            used = {use for use in self.required if use[0] in found and (count is None or use[0] < count)}
+            used = {use for use in self.required if use[0] in indexes and (count is None or use[0] < count)}
             self.required = used or self.required
 
     def required_and_used(self) -> set[tuple[int, str]]:
@@ -166,10 +166,10 @@ class ImplicitSteps:
         stack = self.stack
         windows = [stack.imposed_window(index) for index in range(len(stack.layers))]
         narrow = min((window for window in windows if window is not None), default=None)
-        before = stack.total_tokens + self.uncommitted
-        if narrow is not None and tokens > 1 and before + tokens > narrow:
+        cached = stack.total_tokens + self.uncommitted
+        if narrow is not None and tokens > 1 and cached + tokens > narrow:
             raise StepError(
-                f"a step of {tokens} tokens after {before} would look further back than the window of {narrow} that "
+                f"a step of {tokens} tokens after {cached} would look further back than the window of {narrow} that "
                 f"the {stack.layout.name} cache imposes: generate with our engine, or feed the tokens after the first "
                 f"{narrow} one by one"
             )

@@ -111,8 +111,8 @@ class Layer:
 
     def abort(self) -> None:
         self._is_reached = False
-        for part in self._parts():
-            part.abort()
+        for holder in self._parts():
+            holder.abort()
 
     def can_roll_back(self, tokens: int) -> bool:
         return self.state is None or self.state.can_roll_back(tokens)
@@ -124,13 +124,13 @@ class Layer:
 
     def reset(self) -> None:
         self._is_reached = False
-        for part in self._parts():
-            part.reset()
+        for holder in self._parts():
+            holder.reset()
 
     def release(self) -> None:
         """Reset, and free all memory."""
-        for part in self._parts():
-            part.release()
+        for holder in self._parts():
+            holder.release()
 
     def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, int | torch.Tensor]:
         """See `Timeline.mask_sizes`."""
@@ -165,13 +165,13 @@ class Layer:
 
     def _load_states(self, content: dict[str, Any]) -> None:
         if self.state is not None:
-            found = {name: state for name, state in content.items() if name.split()[0] in (CONV, RECURRENT)}
-            self.state.load_dense(found)
+            states = {name: state for name, state in content.items() if name.split()[0] in (CONV, RECURRENT)}
+            self.state.load_dense(states)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that the layer keeps."""
-        for part in self._parts():
-            yield from part.tensors()
+        for holder in self._parts():
+            yield from holder.tensors()
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
         """Buffers that are not on the device that computes."""
@@ -192,11 +192,11 @@ class Layer:
 
     def row_holders(self) -> Iterator[TensorHolder]:
         """Stores and states that keep rows of their own: of a store whose rows share a prefix its two parts."""
-        for part in self._parts():
-            if isinstance(part, ForkedStore):
-                yield from part.row_holders
+        for holder in self._parts():
+            if isinstance(holder, ForkedStore):
+                yield from holder.row_holders
             else:
-                yield part
+                yield holder
 
     def remove_suffix(self, prefix: Timeline) -> None:
         """Where rows shared a prefix: keep what is in the prefix alone, whose timeline is given."""

@@ -85,8 +85,8 @@ class LayerStack:
                 "have to be numbered from 0 (`layer_idx`), and the cache built with its configuration"
             )
         layer = self.layers[layer_idx]
-        kept = layer.spec.components
-        if component not in kept and not (component in (KV, INDEX) and MODEL_SPECIFIC in kept):
+        components = layer.spec.components
+        if component not in components and not (component in (KV, INDEX) and MODEL_SPECIFIC in components):
             raise UnsupportedLayerError(
                 f"layer {layer_idx} ({layer.spec.layer_type}) keeps no {_IN_WORDS[component]}: build the cache with "
                 "the configuration of the model that uses it"
@@ -185,9 +185,9 @@ class LayerStack:
         if not 0 <= rejected <= self.pending:
             raise StepError(f"commit(rejected={rejected}), but the open step has {self.pending} tokens")
         if not self.can_reject(rejected):
-            kind = next(layer.spec.layer_type for layer in self._stateful if not layer.can_reject(rejected))
+            stateful = next(layer.spec.layer_type for layer in self._stateful if not layer.can_reject(rejected))
             raise StepError(
-                f"a {kind} layer takes back whole steps only, not {rejected} of {self.pending} tokens: abort() the "
+                f"a {stateful} layer takes back whole steps only, not {rejected} of {self.pending} tokens: abort() the "
                 "step and feed the tokens to keep again"
             )
         self.hook.before_commit(self.layers, rejected)
@@ -228,17 +228,17 @@ class LayerStack:
         self.log = None if self.log is None else self.log.first(self.total_tokens)
 
     def _check_rolls_back(self, remove: int, tokens: int) -> None:
-        again = "Reset the cache and feed the tokens to keep again."
+        remedy = "Reset the cache and feed the tokens to keep again."
         for layer in self.layers:
             if not layer.can_roll_back(remove):
                 raise StepError(
                     f"crop({tokens}) of {self.total_tokens} tokens: a {layer.spec.layer_type} layer keeps a state, of "
-                    f"which only the last step can be taken back. {again}"
+                    f"which only the last step can be taken back. {remedy}"
                 )
             if not layer.timeline.can_roll_back(remove):
                 raise StepError(
                     f"crop({tokens}) of {self.total_tokens} tokens: a {layer.spec.layer_type} layer keeps "
-                    f"{layer.timeline.kept_tokens} of them and the ones before are gone. {again}"
+                    f"{layer.timeline.kept_tokens} of them and the ones before are gone. {remedy}"
                 )
 
     def reset(self) -> None:
@@ -302,19 +302,19 @@ class LayerStack:
         self,
         total_tokens: int,
         rows: int,
-        kept: Sequence[int | None],
+        sizes: Sequence[int | None],
         contents: Iterable[dict[str, Any]],
         hook_state: dict[str, Any] | None = None,
     ) -> None:
         """Hold exactly this content of every layer after `total_tokens` tokens: see `Layer.dense_state`.
 
-        kept: how many tokens each layer has the keys of; None for layers without keys. contents: taken one by one.
+        sizes: how many tokens each layer has the keys of; None for layers without keys. contents: taken one by one.
         """
         self.hook.load_state_dict(hook_state or {})
         self.remove_suffixes()
-        known = {layer.timeline: tokens for layer, tokens in zip(self.layers, kept, strict=True) if tokens is not None}
+        slots = {layer.timeline: tokens for layer, tokens in zip(self.layers, sizes, strict=True) if tokens is not None}
         for timeline in self.timelines:
-            timeline.adopt(total_tokens, known.get(timeline), rows)
+            timeline.adopt(total_tokens, slots.get(timeline), rows)
         for layer, content in zip(self.layers, contents, strict=True):
             layer.load_dense(content)
 
@@ -340,12 +340,12 @@ class LayerStack:
         rows, _, total_tokens, _ = pairs[0][0].shape
         if self.finds_layers:
             self._make_layers([PLAIN] * len(pairs))
-        kept = [layer.timeline.retention.surviving(total_tokens) for layer in self.layers]
+        sizes = [layer.timeline.retention.surviving(total_tokens) for layer in self.layers]
         contents = [
             {name: tensor[:, :, total_tokens - tokens :] for name, tensor in zip(("keys", "values"), pair, strict=True)}
-            for tokens, pair in zip(kept, pairs, strict=True)
+            for tokens, pair in zip(sizes, pairs, strict=True)
         ]
-        self.load_dense(total_tokens, rows, kept, contents)
+        self.load_dense(total_tokens, rows, sizes, contents)
         self.log = None
 
     @property
@@ -405,8 +405,8 @@ class LayerStack:
 
 
 def _layers_in_words(specs: Sequence[LayerSpec]) -> str:
-    kinds = dict.fromkeys(
+    layer_types = dict.fromkeys(
         f"{spec.layer_type}{'' if spec.attention_span.size is None else f' of {spec.attention_span.size}'}"
         for spec in specs
     )
-    return f"{len(specs)} layers ({', '.join(kinds)})"
+    return f"{len(specs)} layers ({', '.join(layer_types)})"

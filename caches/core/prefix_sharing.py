@@ -37,9 +37,9 @@ class PrefixSharing:
             if not isinstance(timeline, ForkedTimeline) and self.can_share(timeline):
                 self._split(timeline)
 
-    def share_like(self, others: Sequence[Timeline]) -> None:
+    def share_like(self, timelines: Sequence[Timeline]) -> None:
         """Share prefixes in the groups where these timelines do. Only while the cache is empty."""
-        self.share_groups([isinstance(other, ForkedTimeline) for other in others])
+        self.share_groups([isinstance(timeline, ForkedTimeline) for timeline in timelines])
 
     def share_groups(self, shared: Sequence[bool]) -> None:
         """Share prefixes in these groups. Only while the cache is empty."""
@@ -58,8 +58,8 @@ class PrefixSharing:
         for layer in self._layers_of(timeline):
             stores = {}
             for name, prefix in layer.stores.items():
-                new = stack.new_store(Slot(layer.spec, name, suffix, stack.scratch.suffix))
-                stores[name] = ForkedStore(prefix, new, forked)
+                store = stack.new_store(Slot(layer.spec, name, suffix, stack.scratch.suffix))
+                stores[name] = ForkedStore(prefix, store, forked)
             layer.follow(forked, dict(stores))
         stack.timelines[stack.timelines.index(timeline)] = forked
 

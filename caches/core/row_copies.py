@@ -40,8 +40,8 @@ def select_rows(cache: C, index: torch.Tensor | Sequence[int]) -> C:
     rows = cache.stacks[0].batch_size
     chosen = checked_index(index, rows) if rows != -1 else torch.arange(0, device="cpu")
     cache.unshare()
-    new = cache.empty_like()
-    for stack, source in zip(new.stacks, cache.stacks, strict=True):
+    copied = cache.empty_like()
+    for stack, source in zip(copied.stacks, cache.stacks, strict=True):
         _fill(
             stack,
             [source],
@@ -49,7 +49,7 @@ def select_rows(cache: C, index: torch.Tensor | Sequence[int]) -> C:
             lambda states: chosen_rows(states[0], chosen),
             lambda logs: logs[0].select_rows(chosen),
         )
-    return new
+    return copied
 
 
 def join_rows(parts: Sequence[C]) -> C:
@@ -59,31 +59,31 @@ def join_rows(parts: Sequence[C]) -> C:
     """
     if not parts:
         raise StepError("there is nothing to join")
-    for part in parts:
-        check_has_layers_of_ours(part)
-    for part in parts:
-        part.unshare()
-        for stack, first in zip(part.stacks, parts[0].stacks, strict=True):
-            _check_alike(stack, first, f"{part!r} cannot be joined with {parts[0]!r}")
-    new = parts[0].empty_like()
-    for number, stack in enumerate(new.stacks):
-        sources = [part.stacks[number] for part in parts]
+    for cache in parts:
+        check_has_layers_of_ours(cache)
+    for cache in parts:
+        cache.unshare()
+        for stack, peer in zip(cache.stacks, parts[0].stacks, strict=True):
+            _check_alike(stack, peer, f"{cache!r} cannot be joined with {parts[0]!r}")
+    joined = parts[0].empty_like()
+    for number, stack in enumerate(joined.stacks):
+        sources = [cache.stacks[number] for cache in parts]
         _fill(stack, sources, sum(source.batch_size for source in sources), joined_rows, TokenLog.joined)
-    return new
+    return joined
 
 
-def _check_alike(stack: LayerStack, first: LayerStack, problem: str) -> None:
-    if (stack.total_tokens, stack.specs, stack.layout.name) != (first.total_tokens, first.specs, first.layout.name):
+def _check_alike(stack: LayerStack, peer: LayerStack, problem: str) -> None:
+    if (stack.total_tokens, stack.specs, stack.layout.name) != (peer.total_tokens, peer.specs, peer.layout.name):
         raise StepError(f"{problem}: they need the same layers and tokens")
-    other = _other_options(stack, first)
-    if _formats(stack) != _formats(first):
+    detail = _other_options(stack, peer)
+    if _formats(stack) != _formats(peer):
         raise StepError(
-            f"{problem}: {other or 'their codecs differ'}, so one cannot hold the codes of the other. Build them with "
+            f"{problem}: {detail or 'their codecs differ'}, so one cannot hold the codes of the other. Build them with "
             "the same options, or convert them to cache='dynamic'"
         )
-    if stack.placements != first.placements:
+    if stack.placements != peer.placements:
         raise StepError(
-            f"{problem}: {other or 'tokens were taken back in one of them'} and its blocks are others. Join them "
+            f"{problem}: {detail or 'tokens were taken back in one of them'} and its blocks are others. Join them "
             "before, or convert them to cache='dynamic'"
         )
 
@@ -93,12 +93,13 @@ def _formats(stack: LayerStack) -> list[object]:
     return [store.storage_format for layer in layers for store in layer.stores.values()]
 
 
-def _other_options(stack: LayerStack, first: LayerStack) -> str:
+def _other_options(stack: LayerStack, peer: LayerStack) -> str:
     """The options in which they differ, with both values; "" where none are known."""
-    own, other = ({} if one.layout.config is None else one.layout.config.to_dict() for one in (stack, first))
-    names = own.keys() & other.keys() - set(PlacedCacheConfig.option_names())
-    found = [f"{name}={own[name]} and {other[name]}" for name in own if name in names and own[name] != other[name]]
-    return ", ".join(found)
+    values, peers = ({} if source.layout.config is None else source.layout.config.to_dict() for source in (stack, peer))
+    names = values.keys() & peers.keys() - set(PlacedCacheConfig.option_names())
+    return ", ".join(
+        f"{name}={values[name]} and {peers[name]}" for name in values if name in names and values[name] != peers[name]
+    )
 
 
 def _fill(
@@ -115,7 +116,7 @@ def _fill(
     layers = zip(*(source.layers for source in sources), strict=True)
     hook_state = of_states([source.hook.state_dict(source.batch_size) for source in sources])
     # One layer at a time: the sources may be on a device with more memory.
-    states = (of_states([layer.state_dict() for layer in same]) for same in layers)
-    empty.load_state_dict([one.state_dict() for one in sources[0].timelines], rows, states, hook_state)
+    states = (of_states([layer.state_dict() for layer in source_layers]) for source_layers in layers)
+    empty.load_state_dict([timeline.state_dict() for timeline in sources[0].timelines], rows, states, hook_state)
     logs = [source.log for source in sources if source.log is not None]
     empty.log = of_logs(logs) if len(logs) == len(sources) else None

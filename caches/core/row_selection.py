@@ -66,8 +66,8 @@ def checked_index(index: torch.Tensor | Sequence[int], rows: int) -> torch.Tenso
         )
     index = index.nonzero()[:, 0] if is_mask else index.long()
     # Reading an index on an accelerator would wait for the device.
-    known = index.tolist() if index.device.type == "cpu" else [0] * len(index)
-    if not known or min(known) < 0 or max(known) >= rows:
+    named = index.tolist() if index.device.type == "cpu" else [0] * len(index)
+    if not named or min(named) < 0 or max(named) >= rows:
         raise StepError(f"select_rows({index.tolist()}), but the cache holds rows 0 to {rows - 1}")
     return index
 
@@ -99,10 +99,10 @@ class RowSelection:
         return Choice(unshare=True) if self.stack.shared_timelines else None
 
     def _check_room(self, rows: int) -> None:
-        most = self.stack.max_rows
-        if most is not None and rows > most:
+        limit = self.stack.max_rows
+        if limit is not None and rows > limit:
             raise StepError(
-                f"a cache with room for {most} rows cannot hold {rows}: build it with a larger max_batch_size, or use "
+                f"a cache with room for {limit} rows cannot hold {rows}: build it with a larger max_batch_size, or use "
                 "cache='dynamic'"
             )
 
@@ -130,11 +130,11 @@ class RowSelection:
         choice = self._pending
         if choice is None:
             return
-        left = self.rows_left()
-        while left:
-            holder, index = left[-1]
+        remaining = self.rows_left()
+        while remaining:
+            holder, index = remaining[-1]
             holder.select_rows(index)
-            left.pop()
+            remaining.pop()
         if not choice.is_counted:
             rows, log = self.rows_to_come, self.log_to_come
             for timeline in self.stack.timelines:
@@ -197,15 +197,15 @@ class RowSelection:
             for forked in stack.shared_timelines:
                 forked.before_unshare()
         prompts = {forked.prefix: forked.prompts for forked in stack.shared_timelines}
-        found: list[tuple[RowHolder, torch.Tensor]] = []
+        holders: list[tuple[RowHolder, torch.Tensor]] = []
         for layer in stack.layers:
             for holder in layer.row_holders():
                 index = prompts.get(holder.timeline, choice.index)
                 if index is not None:
-                    found.append((holder, index))
+                    holders.append((holder, index))
         if choice.index is not None:
-            found += [(holder, choice.index) for holder in stack.hook.row_holders()]
-        return found
+            holders += [(holder, choice.index) for holder in stack.hook.row_holders()]
+        return holders
 
     @property
     def rows_to_come(self) -> int:

@@ -66,19 +66,19 @@ class SinkHook(StepHook):
 
     def set_padding(self, layers: Layers, padding: torch.Tensor | Sequence[int] | None, rows: int) -> None:
         """See `StepHook`. Raises `StepError` for another padding than before once tokens were evicted."""
-        before = self.padding.of(max(rows, 0), torch.device("cpu")).tolist()
-        after = [0] * len(before) if padding is None else as_tensor(padding).tolist()
-        if before != after and any(sinks.timeline.evicted_tokens for sinks in _sinks(layers)):
+        previous = self.padding.of(max(rows, 0), torch.device("cpu")).tolist()
+        counts = [0] * len(previous) if padding is None else as_tensor(padding).tolist()
+        if previous != counts and any(sinks.timeline.evicted_tokens for sinks in _sinks(layers)):
             raise StepError(
-                f"rows that begin with {before} padding tokens have evicted tokens by now, so they cannot begin with "
-                f"{after}. Set the padding before the first step, or reset the cache"
+                f"rows that begin with {previous} padding tokens have evicted tokens by now, so they cannot begin with "
+                f"{counts}. Set the padding before the first step, or reset the cache"
             )
         self.padding.take(padding)
 
     def rotations(self, layers: Layers) -> dict[int, RopeRotation]:
         keys = {index: layer.stores.get("keys") for index, layer in enumerate(layers) if isinstance(layer, Layer)}
-        found = {index: getattr(getattr(store, "sinks", None), "rotation", None) for index, store in keys.items()}
-        return {index: rotation for index, rotation in found.items() if rotation is not None}
+        rotations = {index: getattr(getattr(store, "sinks", None), "rotation", None) for index, store in keys.items()}
+        return {index: rotation for index, rotation in rotations.items() if rotation is not None}
 
     def extra_slots(self, layer: Layer | WrappedLayer, tokens: int) -> int:
         sinks = next(iter(_sinks([layer])), None)
@@ -104,5 +104,5 @@ def _stores(layers: Layers) -> Iterator[Store]:
 
 
 def _sinks(layers: Layers) -> list[Sinks]:
-    found = [getattr(store, "sinks", None) for store in _stores(layers)]
-    return [sinks for sinks in found if sinks is not None]
+    sinks_of_stores = [getattr(store, "sinks", None) for store in _stores(layers)]
+    return [sinks for sinks in sinks_of_stores if sinks is not None]

@@ -39,8 +39,8 @@ class WrappedLayer:
 
     def committed(self, name: str) -> torch.Tensor | None:
         """Its "keys" or "values", which are committed between steps."""
-        found: torch.Tensor | None = getattr(self._layer, name)
-        return found
+        tensor: torch.Tensor | None = getattr(self._layer, name)
+        return tensor
 
     @property
     def conv_states(self) -> dict[int, torch.Tensor]:
@@ -126,9 +126,9 @@ class WrappedLayer:
 
     def tensors(self) -> Iterator[torch.Tensor]:
         for value in vars(self._layer).values():
-            for one in value.values() if isinstance(value, dict) else (value,):
-                if _is_data(one):
-                    yield one
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if _is_data(tensor):
+                    yield tensor
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
         return iter(())

@@ -64,23 +64,23 @@ class HFCacheAdapter:
     @property
     def log(self) -> TokenLog | None:
         """The tokens that the engine's last run left in it, as long as no other loop has written to it since."""
-        log, _, _, before = _logs.get(self._cache, (None, 0, 0, []))
+        log, _, _, refs = _logs.get(self._cache, (None, 0, 0, []))
         if log is None or log.ids.shape[1] < self.total_tokens:
             return None
-        kept = list(self._tensors())
-        same = len(kept) == len(before) and all(
-            was() is tensor and _version(tensor) == version for tensor, (was, version) in zip(kept, before, strict=True)
+        live = list(self._tensors())
+        is_unchanged = len(live) == len(refs) and all(
+            was() is tensor and _version(tensor) == version for tensor, (was, version) in zip(live, refs, strict=True)
         )
-        return log if same else None
+        return log if is_unchanged else None
 
     @log.setter
     def log(self, log: TokenLog | None) -> None:
         _logs.pop(self._cache, None)
-        kept = list(self._tensors())
+        live = list(self._tensors())
         # Tensors of inference mode do not count how often they were written. Codes, which HQQ makes in it, never are.
         uncoded = [tensor for layer in self._layers if not isinstance(layer, _QUANTIZED) for tensor in _tensors(layer)]
         if log is not None and not any(tensor.is_inference() for tensor in uncoded):
-            _logs[self._cache] = log, self._read, self._evicted, [(ref(tensor), _version(tensor)) for tensor in kept]
+            _logs[self._cache] = log, self._read, self._evicted, [(ref(tensor), _version(tensor)) for tensor in live]
 
     @property
     def handle(self) -> TransformersCache | None:
@@ -137,8 +137,8 @@ class HFCacheAdapter:
                 f"layers, so a {self.name} cannot follow rows or take back a step here: use cache='dynamic'"
             )
         if (self._own is self._cache) == bool(model_config.is_encoder_decoder):
-            wanted = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"
-            raise UnsupportedLayerError(f"the model needs {wanted}, but this is a {self.name}")
+            expected = "an EncoderDecoderCache" if self._own is self._cache else "a cache that is not for two parts"
+            raise UnsupportedLayerError(f"the model needs {expected}, but this is a {self.name}")
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         self._check_finished()
@@ -187,14 +187,14 @@ class HFCacheAdapter:
         """Take back the layers that the failed step had reached, as far as their classes can."""
         if self._tokens_before is None:
             return
-        before = self._tokens_before
-        self._lost |= self._own is not self._cache and before == 0
+        tokens_before = self._tokens_before
+        self._lost |= self._own is not self._cache and tokens_before == 0
         for index, layer in enumerate(self._own.layers):
-            ahead = int(layer.get_seq_length()) + self._evicted - before if _is_filled(layer) else 0
+            ahead = int(layer.get_seq_length()) + self._evicted - tokens_before if _is_filled(layer) else 0
             if not ahead and not _restores_attributes(layer):
                 continue
             # Other code may have shortened it.
-            is_complete = ahead >= self._tokens or before == 0 or _restores_attributes(layer)
+            is_complete = ahead >= self._tokens or tokens_before == 0 or _restores_attributes(layer)
             if is_complete and self._can_take_back(layer, self._tokens):
                 self._take_back(index, layer, ahead)
             else:
@@ -227,11 +227,11 @@ class HFCacheAdapter:
         return getattr(layer, "is_croppable", False) and (not _is_full(layer) or getattr(layer, "record_past", False))
 
     def _take_back(self, index: int, layer: Any, tokens: int) -> None:
-        before = self._before[index] if index < len(self._before) else None
-        if before is None:
+        attributes = self._before[index] if index < len(self._before) else None
+        if attributes is None:
             _crop(layer, tokens)
         else:
-            vars(layer).update(before)
+            vars(layer).update(attributes)
 
     def select_rows(self, index: torch.Tensor) -> None:
         self._check_finished()
@@ -252,8 +252,8 @@ class HFCacheAdapter:
     def finish(self) -> None:
         while self._left:
             layer = self._left[-1]
-            before = {name: dict(kept) if isinstance(kept, dict) else kept for name, kept in vars(layer).items()}
-            with on_failure(partial(vars(layer).update, before)):  # it reorders its keys before its values
+            attributes = {name: dict(item) if isinstance(item, dict) else item for name, item in vars(layer).items()}
+            with on_failure(partial(vars(layer).update, attributes)):  # it reorders its keys before its values
                 layer.reorder_cache(self._index)
             self._left.pop()
 
@@ -357,18 +357,18 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_of(part)
+        for element in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_of(element)
 
 
 def _attributes(layer: Any) -> dict[str, Any]:
     """The layer's attributes, to be put back: keys that count are never written in place, states and clocks are."""
 
-    def kept(value: Any) -> Any:
+    def copied(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.clone()
         if not isinstance(value, dict):
             return value
-        return {name: part.clone() if isinstance(part, torch.Tensor) else part for name, part in value.items()}
+        return {name: item.clone() if isinstance(item, torch.Tensor) else item for name, item in value.items()}
 
-    return {name: kept(value) for name, value in vars(layer).items()}
+    return {name: copied(value) for name, value in vars(layer).items()}

@@ -188,9 +188,9 @@ class Cache(SharedMethods, TransformersCache):
         """Add what a convolution reads [rows, channels, tokens]; returns it with the tokens before."""
         tokens = None if conv_kernel_size is None else conv_states.shape[-1]
         state = self._state(layer_idx, f"conv {state_idx}", tokens, conv_states)
-        read = state.append_conv(conv_states, state_idx, conv_kernel_size)
+        inputs = state.append_conv(conv_states, state_idx, conv_kernel_size)
         self._reached(layer_idx, STATE)
-        return read
+        return inputs
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
@@ -214,22 +214,22 @@ class Cache(SharedMethods, TransformersCache):
         return state
 
     def _state(
-        self, layer_idx: int, call: str, tokens: int | None = None, new: torch.Tensor | None = None
+        self, layer_idx: int, call: str, tokens: int | None = None, added: torch.Tensor | None = None
     ) -> RecurrentState:
-        state = self._used(layer_idx, STATE, call, tokens, new).state
+        state = self._used(layer_idx, STATE, call, tokens, added).state
         assert state is not None
         return state
 
     def _used(
-        self, layer_idx: int, component: str, call: str, tokens: int | None = None, new: torch.Tensor | None = None
+        self, layer_idx: int, component: str, call: str, tokens: int | None = None, added: torch.Tensor | None = None
     ) -> Layer | WrappedLayer:
         """The layer that a model uses: that may begin another loop's step, and end the one before.
 
-        tokens: of the step, where the call tells. new: what the layer is about to keep.
+        tokens: of the step, where the call tells. added: what the layer is about to keep.
         """
         stack = self.stack
-        if new is not None and stack.layout.expected is not None:
-            stack.layout.expected.check(layer_idx, new)
+        if added is not None and stack.layout.expected is not None:
+            stack.layout.expected.check(layer_idx, added)
         if stack.finds_layers and not stack.is_announced:
             self.implicit.find_layer(layer_idx, component)
         layer = stack.layer(layer_idx, component)

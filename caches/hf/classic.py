@@ -28,9 +28,9 @@ def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config:
     """
     widths = {len(layer) for layer in past_key_values}
     if widths == {4}:
-        own = from_legacy_cache([layer[:2] for layer in past_key_values], config)
+        self_cache = from_legacy_cache([layer[:2] for layer in past_key_values], config)
         cross = from_legacy_cache([layer[2:] for layer in past_key_values])
-        return EncoderDecoderCache(own, cross)
+        return EncoderDecoderCache(self_cache, cross)
     if widths != {2}:
         raise StepError(f"a layer of a legacy cache has 2 or 4 tensors, but these have {sorted(widths)}")
     dynamic = recipe("dynamic")
@@ -38,7 +38,7 @@ def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config:
     assert isinstance(cache, Cache)
     if not cache.stack.finds_layers and len(cache.layers) != len(past_key_values):
         raise StepError(f"the model has {len(cache.layers)} layers, but the legacy cache {len(past_key_values)}")
-    missing = [index for index, layer in enumerate(past_key_values) if any(part is None for part in layer)]
+    missing = [index for index, layer in enumerate(past_key_values) if any(tensor is None for tensor in layer)]
     if len(missing) == len(past_key_values):
         return cache  # of a cache before its first step
     if missing:
@@ -167,9 +167,9 @@ class HybridMambaAttentionDynamicCache:
     def __new__(cls, config: Any, **options: Any) -> Any:
         specs = read_specs(config)
         if not (any(spec.keeps_state for spec in specs) and any(spec.keeps_kv for spec in specs)):
-            kinds = ", ".join(dict.fromkeys(spec.layer_type for spec in specs))
+            layers = ", ".join(dict.fromkeys(spec.layer_type for spec in specs))
             raise UnsupportedLayerError(
-                f"HybridMambaAttentionDynamicCache is for models with attention and states, but this one has {kinds}: "
+                f"HybridMambaAttentionDynamicCache is for models with attention and states, but this one has {layers}: "
                 "use DynamicCache, which takes every kind"
             )
         return _build("dynamic", config, options)
@@ -185,10 +185,10 @@ class EncoderDecoderCache:
     def __new__(
         cls, self_attention_cache: Cache | EncoderDecoder, cross_attention_cache: Cache | EncoderDecoder
     ) -> Any:
-        for part in (self_attention_cache, cross_attention_cache):
-            if not isinstance(part, (Cache, EncoderDecoder)):
+        for cache in (self_attention_cache, cross_attention_cache):
+            if not isinstance(cache, (Cache, EncoderDecoder)):
                 raise UnsupportedLayerError(
-                    f"the parts of an EncoderDecoderCache of ours are caches of ours, not a {type(part).__name__}: "
+                    f"the parts of an EncoderDecoderCache of ours are caches of ours, not a {type(cache).__name__}: "
                     "pass transformers' own EncoderDecoderCache as it is"
                 )
         return EncoderDecoder(self_attention_cache.parts[0], _of_encoder(cross_attention_cache))
@@ -200,11 +200,11 @@ def _of_encoder(cache: Cache | EncoderDecoder) -> Cache:
     """The part of a pair that keeps the encoder's tokens. One that is empty attends to all of them, as they need."""
     if cache.total_tokens > 0:
         return cache.parts[-1]
-    part = cache.parts[0]
-    if part.specs:
-        part.stack.bind_layers([CROSS] * len(part.specs))
-        part.implicit.require_all()
-    return part
+    self_cache = cache.parts[0]
+    if self_cache.specs:
+        self_cache.stack.bind_layers([CROSS] * len(self_cache.specs))
+        self_cache.implicit.require_all()
+    return self_cache
 
 
 def _build(name: str, config: Any, options: dict[str, Any]) -> Any:

@@ -20,12 +20,12 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
     See `EngineCache` for the methods of a step.
     """
 
-    def __init__(self, own: Cache, cross: Cache):
-        for part in (own, cross):
-            if part.imposes_windows:
-                raise UnsupportedLayerError(f"cache={part.name!r} cannot impose a window on an encoder-decoder model")
-        self.self_attention_cache, self.cross_attention_cache = own, cross
-        self.stacks, self.implicit_steps = (own.stack, cross.stack), (own.implicit, cross.implicit)
+    def __init__(self, self_cache: Cache, cross: Cache):
+        for cache in (self_cache, cross):
+            if cache.imposes_windows:
+                raise UnsupportedLayerError(f"cache={cache.name!r} cannot impose a window on an encoder-decoder model")
+        self.self_attention_cache, self.cross_attention_cache = self_cache, cross
+        self.stacks, self.implicit_steps = (self_cache.stack, cross.stack), (self_cache.implicit, cross.implicit)
         self.is_updated = Updated(cross)
         self._cross_tokens_before = 0  # before the open step
 
@@ -40,7 +40,7 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
 
     def empty_like(self, max_rows: int | None = None) -> EncoderDecoder:
         """An empty cache of the same layouts."""
-        return type(self)(*(part.empty_like(max_rows) for part in self.parts))
+        return type(self)(*(cache.empty_like(max_rows) for cache in self.parts))
 
     def check_fits(self, model_config: Any) -> None:
         if not model_config.is_encoder_decoder:
@@ -76,9 +76,9 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
     def crop(self, tokens: int) -> None:
         """Of the decoder's tokens. Positive: the new size. Negative: how many of the last ones to remove."""
         self.check_finished()
-        before = self.total_tokens
+        tokens_before = self.total_tokens
         self.self_attention_cache.crop(tokens)
-        if before and self.total_tokens == 0:  # the next source may be another one
+        if tokens_before and self.total_tokens == 0:  # the next source may be another one
             self.cross_attention_cache.reset()
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
@@ -98,8 +98,8 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
 
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
         """Keys and values of every layer, then those of its cross-attention. See `SharedMethods.to_legacy_cache`."""
-        own, cross = (part.to_legacy_cache() for part in self.parts)
-        return tuple(both[0] + both[1] for both in zip(own, cross, strict=True))
+        layers, cross_layers = (cache.to_legacy_cache() for cache in self.parts)
+        return tuple(pair[0] + pair[1] for pair in zip(layers, cross_layers, strict=True))
 
     def __repr__(self) -> str:
         return f"EncoderDecoder({self.self_attention_cache!r}, cross={self.cross_attention_cache!r})"

@@ -33,12 +33,12 @@ class JoinedCaches(TransformersCache, AttentionView):
     why_not_compiled = "its rows are those of several caches"
     is_compileable = unfinished = False
 
-    def __init__(self, parts: Sequence[Cache]):
-        self.parts = parts
+    def __init__(self, caches: Sequence[Cache]):
+        self.parts = caches
         # Copies that the model may change in place, by kind, layer and number, and the states that they are of.
         self._states: dict[tuple[str, int, int], tuple[list[torch.Tensor], torch.Tensor]] = {}
-        self.sizes = [part.batch_size for part in parts]
-        self.layers = parts[0].layers
+        self.sizes = [cache.batch_size for cache in caches]
+        self.layers = caches[0].layers
 
     @property
     def handle(self) -> TransformersCache:
@@ -59,47 +59,47 @@ class JoinedCaches(TransformersCache, AttentionView):
     @property
     def total_tokens(self) -> int:
         """Of the longest cache."""
-        return max(part.total_tokens for part in self.parts)
+        return max(cache.total_tokens for cache in self.parts)
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         """Open a step of every part. When one cannot, no step is open."""
         with on_failure(self.abort):
-            for part in self.parts:
-                part.begin(tokens, graph)
+            for cache in self.parts:
+                cache.begin(tokens, graph)
 
     def commit(self, rejected: int = 0) -> None:
         raise StepError("the parts of joined caches are committed one by one")
 
     def abort(self) -> None:
-        for part in self.parts:
-            part.abort()
+        for cache in self.parts:
+            cache.abort()
 
     def write_states(self) -> None:
         """After the forward: the parts take over what the model has put into their states in place."""
-        for parts, joined in self._states.values():
-            for part, own in zip(parts, joined.split(self.sizes), strict=True):
-                part.copy_(own)
+        for states, joined in self._states.values():
+            for state, rows in zip(states, joined.split(self.sizes), strict=True):
+                state.copy_(rows)
 
     # What models call.
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        new = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
-        pairs = [part.update(keys, values, layer_idx) for part, keys, values in new]
+        inputs = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
+        pairs = [cache.update(keys, values, layer_idx) for cache, keys, values in inputs]
         keys = [keys for keys, _ in pairs]
-        is_visible = self.are_visible(layer_idx, max(one.shape[2] for one in keys))
+        is_visible = self.are_visible(layer_idx, max(tensor.shape[2] for tensor in keys))
         return JoinedTensor(keys, is_visible), JoinedTensor([values for _, values in pairs], is_visible)
 
     def open_slots(self, layer_idx: int) -> OpenSlots | None:
         """See `Cache.open_slots`."""
-        parts = []
-        for part in self.parts:
-            slots = part.open_slots(layer_idx)
+        opened = []
+        for cache in self.parts:
+            slots = cache.open_slots(layer_idx)
             if slots is None:
                 return None
-            parts.append(slots)
-        return joined_slots(parts)
+            opened.append(slots)
+        return joined_slots(opened)
 
     def are_visible(self, layer_idx: int, slots: int) -> bool:
         """Whether a new token attends to all of at most so many slots."""
@@ -110,37 +110,39 @@ class JoinedCaches(TransformersCache, AttentionView):
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self._states.pop((CONV, layer_idx, state_idx), None)
-        new = zip(self.parts, conv_states.split(self.sizes), strict=True)
-        return torch.cat([part.update_conv_state(own, layer_idx, state_idx, *args, **kwargs) for part, own in new])
+        inputs = zip(self.parts, conv_states.split(self.sizes), strict=True)
+        return torch.cat(
+            [cache.update_conv_state(rows, layer_idx, state_idx, *args, **kwargs) for cache, rows in inputs]
+        )
 
     def update_recurrent_state(
         self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         self._states.pop((RECURRENT, layer_idx, state_idx), None)
-        for part, own in zip(self.parts, recurrent_states.split(self.sizes), strict=True):
-            part.update_recurrent_state(own, layer_idx, state_idx, **kwargs)
+        for cache, rows in zip(self.parts, recurrent_states.split(self.sizes), strict=True):
+            cache.update_recurrent_state(rows, layer_idx, state_idx, **kwargs)
         return recurrent_states
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        states = [part.get_conv_state(layer_idx, state_idx) for part in self.parts]
+        states = [cache.get_conv_state(layer_idx, state_idx) for cache in self.parts]
         return self._joined_state((CONV, layer_idx, state_idx), states)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        states = [part.get_recurrent_state(layer_idx, state_idx) for part in self.parts]
+        states = [cache.get_recurrent_state(layer_idx, state_idx) for cache in self.parts]
         return self._joined_state((RECURRENT, layer_idx, state_idx), states)
 
     def _joined_state(self, key: tuple[str, int, int], states: list[torch.Tensor | None]) -> torch.Tensor | None:
         if key in self._states:
             return self._states[key][1]
-        known = [state for state in states if state is not None]
-        if len(known) < len(states):
+        filled = [state for state in states if state is not None]
+        if len(filled) < len(states):
             return None
-        joined = torch.cat(known)
-        self._states[key] = known, joined
+        joined = torch.cat(filled)
+        self._states[key] = filled, joined
         return joined
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        return all(part.has_previous_state(layer_idx, state_idx) for part in self.parts)
+        return all(cache.has_previous_state(layer_idx, state_idx) for cache in self.parts)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.total_tokens
@@ -150,8 +152,8 @@ class JoinedCaches(TransformersCache, AttentionView):
 
     def slots_of_rows(self, layer_idx: int) -> list[int]:
         """How many slots attention over one new token reads for each row: the last ones."""
-        slots = [part.get_mask_sizes(1, layer_idx)[0] for part in self.parts]
-        return [own for own, rows in zip(slots, self.sizes, strict=True) for _ in range(rows)]
+        slots = [cache.get_mask_sizes(1, layer_idx)[0] for cache in self.parts]
+        return [count for count, rows in zip(slots, self.sizes, strict=True) for _ in range(rows)]
 
     @property
     def slots_differ(self) -> bool:
@@ -159,7 +161,7 @@ class JoinedCaches(TransformersCache, AttentionView):
         return any(len(set(self.slots_of_rows(layer))) > 1 for layer, spec in enumerate(self.specs) if spec.keeps_kv)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        slots = max(part.get_mask_sizes(query_length, layer_idx)[0] for part in self.parts)
+        slots = max(cache.get_mask_sizes(query_length, layer_idx)[0] for cache in self.parts)
         return slots, self.total_tokens + query_length - slots
 
 

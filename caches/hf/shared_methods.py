@@ -115,7 +115,7 @@ class SharedMethods:
     @property
     def why_not_compiled(self) -> str | None:
         """Why a compiled step cannot use it; None where it can."""
-        return next((why for stack in self.stacks if (why := stack.why_not_compiled) is not None), None)
+        return next((reason for stack in self.stacks if (reason := stack.why_not_compiled) is not None), None)
 
     def can_reject(self, rejected: int) -> bool:
         """Whether `commit(rejected)` is possible."""
@@ -148,12 +148,12 @@ class SharedMethods:
         The device is where the model computes, also where that is the host. "staging" is memory that all layers share.
         """
         layers = [layer for stack in self.stacks for layer in stack.layers]
-        found = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
+        by_place = {"device": sum(tensor.nbytes for layer in layers for tensor in layer.tensors())}
         for buffer in (buffer for layer in layers for buffer in layer.offloaded_buffers()):
-            found[buffer.tier] = found.get(buffer.tier, 0) + buffer.bytes
-            found["device"] -= buffer.bytes
+            by_place[buffer.tier] = by_place.get(buffer.tier, 0) + buffer.bytes
+            by_place["device"] -= buffer.bytes
         staging = sum(tensor.nbytes for stack in self.stacks for tensor in stack.scratch.tensors())
-        return found | ({"staging": staging} if staging else {})
+        return by_place | ({"staging": staging} if staging else {})
 
     @property
     def device_bytes(self) -> int:
@@ -310,23 +310,23 @@ class SharedMethods:
         """
         for index, layer in enumerate(self._committed_layers()):
             keys = layer.committed("keys")
-            kept = 0 if keys is None else keys.shape[-2]
-            if kept != self.total_tokens or layer.spec.components != {KV}:
+            stored = 0 if keys is None else keys.shape[-2]
+            if stored != self.total_tokens or layer.spec.components != {KV}:
                 raise UnsupportedLayerError(
-                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {kept} of {self.total_tokens} "
+                    f"layer {index} ({layer.spec.layer_type}) holds keys and values of {stored} of {self.total_tokens} "
                     f"tokens{' and more' if layer.spec.components - {KV} else ''}: tuples of them cannot say "
                     "everything. Keep the cache object"
                 )
-        return tuple(tuple(None if part is None else part.clone() for part in layer) for layer in self)
+        return tuple(tuple(None if tensor is None else tensor.clone() for tensor in layer) for layer in self)
 
     def check_finite(self) -> None:
         """Raise `StepError`, with the first layer and row, where keys, values or states are not finite."""
         self.finish_step()
         for index, layer in chain.from_iterable(enumerate(stack.layers) for stack in self.stacks):
-            for name, kept in layer.dense_state().items():
-                if not isinstance(kept, torch.Tensor) or not kept.is_floating_point():
+            for name, content in layer.dense_state().items():
+                if not isinstance(content, torch.Tensor) or not content.is_floating_point():
                     continue
-                wrong = ~plain(kept).isfinite().flatten(1)
+                wrong = ~plain(content).isfinite().flatten(1)
                 if bool(wrong.any()):
                     row = int(wrong.any(dim=1).nonzero()[0])
                     raise StepError(
@@ -363,13 +363,13 @@ class SharedMethods:
         states = [layer for layer in layers if STATE in layer.spec.components]
         if not states:
             raise UnsupportedLayerError("no layer that was asked about keeps a state")
-        found = states[-1].conv_states | states[-1].recurrent_states
-        return bool(found) if state_idx is None else state_idx in found
+        numbered = states[-1].conv_states | states[-1].recurrent_states
+        return bool(numbered) if state_idx is None else state_idx in numbered
 
     def __repr__(self) -> str:
-        kind, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self)
-        return f"{kind}, layers={layers}, total_tokens={self.total_tokens}, bytes={self.bytes})"
+        class_and_name, layers = f"{type(self).__name__}({getattr(self, 'name', '')!r}", len(self)
+        return f"{class_and_name}, layers={layers}, total_tokens={self.total_tokens}, bytes={self.bytes})"
 
 
-def _plain(kept: torch.Tensor | None) -> torch.Tensor | None:
-    return None if kept is None else plain(kept)
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else plain(tensor)

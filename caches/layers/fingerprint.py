@@ -45,27 +45,27 @@ def fingerprint(model: nn.Module) -> dict[str, str]:
     name and the shape. Where several processes compute the model, each has its own: caches have other heads.
     """
     inner = inner_model(model)
-    version, (before, found) = model_version(inner), _latest.get(inner, (None, {}))
-    if before != version:
+    version, (read_version, digests) = model_version(inner), _latest.get(inner, (None, {}))
+    if read_version != version:
         config = inner.config.get_text_config(decoder=True)
-        parts = _weights(inner), _tables(inner), _settings(inner), _classes(inner), _layers(version)
-        found = {
+        texts = _weights(inner), _tables(inner), _settings(inner), _classes(inner), _layers(version)
+        digests = {
             "model": type(inner).__name__,
             "dtype": str(inner.dtype).removeprefix("torch."),
             "rope": json.dumps(getattr(config, "rope_parameters", None), sort_keys=True, default=str),
             "adapters": active_adapters(inner),
         }
-        found |= {name: sha256(b"".join(part)).hexdigest() for name, part in zip(_DIGESTS, parts, strict=True)}
-        _latest[inner] = version, found
-    return dict(found)
+        digests |= {name: sha256(b"".join(text)).hexdigest() for name, text in zip(_DIGESTS, texts, strict=True)}
+        _latest[inner] = version, digests
+    return dict(digests)
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> str:
     """In words what differs between two fingerprints; "" if nothing does."""
     return "; ".join(
-        f"{name}: {'others' if name in _DIGESTS else f'{before.get(name)}, here {now[name]}'}"
+        f"{name}: {'others' if name in _DIGESTS else f'{saved.get(name)}, here {now[name]}'}"
         for name in now
-        if before.get(name) != now[name]
+        if saved.get(name) != now[name]
     )
 
 
@@ -75,10 +75,10 @@ def _weights(model: nn.Module) -> Iterator[bytes]:
         for name, tensor in sorted(_saved(module).items()):
             if not isinstance(tensor, torch.Tensor) or id(tensor) in inactive:
                 continue
-            parts = plain_parts(tensor)
-            for part in parts or [tensor]:
-                yield f"{prefix}.{name} {part.dtype} {list(part.shape)}\n".encode()
-            yield from map(_sums, parts)
+            plain_tensors = plain_parts(tensor)
+            for plain_tensor in plain_tensors or [tensor]:
+                yield f"{prefix}.{name} {plain_tensor.dtype} {list(plain_tensor.shape)}\n".encode()
+            yield from map(_sums, plain_tensors)
 
 
 def _saved(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -92,16 +92,16 @@ def _saved(module: nn.Module) -> dict[str, torch.Tensor | None]:
 
 def _tables(model: nn.Module) -> Iterator[bytes]:
     for name, module in _in_use(model):
-        for own, table in tables_of(module).items():
-            for part in map(first_elements, plain_parts(table)):
+        for key, table in tables_of(module).items():
+            for head in map(first_elements, plain_parts(table)):
                 # What other processors compute from a configuration may differ in the last bits.
-                rounded = part.to(torch.bfloat16) if part.is_floating_point() else part
-                yield f"{name}.{own} {part.dtype}\n".encode() + rounded.cpu().view(torch.uint8).numpy().tobytes()
+                rounded = head.to(torch.bfloat16) if head.is_floating_point() else head
+                yield f"{name}.{key} {head.dtype}\n".encode() + rounded.cpu().view(torch.uint8).numpy().tobytes()
 
 
 def _settings(model: nn.Module) -> Iterator[bytes]:
     for name, module in _in_use(model):
-        yield from (f"{name}.{own} {value!r}\n".encode() for own, value in sorted(settings_of(module).items()))
+        yield from (f"{name}.{setting} {value!r}\n".encode() for setting, value in sorted(settings_of(module).items()))
 
 
 def _classes(model: nn.Module) -> Iterator[bytes]:
@@ -109,8 +109,8 @@ def _classes(model: nn.Module) -> Iterator[bytes]:
 
 
 def _layers(version: ModelVersion) -> Iterator[bytes]:
-    for one in version.layers or ():
-        yield f"{one.layer_type} {sorted(one.components)} {one.attention_span}\n".encode()
+    for spec in version.layers or ():
+        yield f"{spec.layer_type} {sorted(spec.components)} {spec.attention_span}\n".encode()
 
 
 def _in_use(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -110,13 +110,13 @@ def mask_kinds(config: Any) -> str | dict[str, str]:
     The kind of a layer that keeps only a state is "none".
     """
     specs = read_specs(config)
-    kinds = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
+    by_type = {spec.layer_type: "none" for spec in specs if spec.keeps_state}
     # Layers with keys of their own come last and win: a layer that shares another's keys has no span in its spec.
     ordered = sorted(specs, key=lambda spec: spec.keeps_kv)
-    kinds |= {spec.layer_type: spec.attention_span.kind for spec in ordered if spec.keeps_kv or not spec.keeps_state}
+    by_type |= {spec.layer_type: spec.attention_span.kind for spec in ordered if spec.keeps_kv or not spec.keeps_state}
     if getattr(_decoder(config), "layer_types", None) is None:
-        return next(iter(kinds.values()))
-    return kinds
+        return next(iter(by_type.values()))
+    return by_type
 
 
 def _decoder(config: Any) -> Any:
@@ -145,13 +145,13 @@ def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     components, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
     if INDEX in components and quirks_of(config).index_has_positions:
         components = (MODEL_SPECIFIC,)
-    kept = frozenset(components)
-    if MODEL_SPECIFIC in kept:
-        return LayerSpec(layer_type, kept, AttentionSpan("own"), partial(_transformers_layer, config, index))
+    present = frozenset(components)
+    if MODEL_SPECIFIC in present:
+        return LayerSpec(layer_type, present, AttentionSpan("own"), partial(_transformers_layer, config, index))
     span = AttentionSpan()
     if size_field is not None:
         span = AttentionSpan("chunk" if size_field == "attention_chunk_size" else "window", getattr(config, size_field))
-    return LayerSpec(layer_type, kept, span, rotation=partial(read_rope, config, index, layer_type))
+    return LayerSpec(layer_type, present, span, rotation=partial(read_rope, config, index, layer_type))
 
 
 def _transformers_layer(config: Any, index: int) -> Any:

@@ -81,12 +81,12 @@ def model_version(model: nn.Module) -> ModelVersion:
             tables += tables_of(module).values()
     if inactive:
         weights = [tensor for tensor in weights if id(tensor) not in inactive]
-    parts = list(chain.from_iterable(map(plain_parts, weights)))
-    places = [(tensor.data_ptr(), None if tensor.is_inference() else write_count(tensor)) for tensor in parts]
+    plain = list(chain.from_iterable(map(plain_parts, weights)))
+    addresses = [(tensor.data_ptr(), None if tensor.is_inference() else write_count(tensor)) for tensor in plain]
     version = ModelVersion(
         _adapters_in(modules),
-        hash((tuple(places), _content(map(_spread, parts)))),
-        hash(_content(first_elements(part) for table in tables for part in plain_parts(table))),
+        hash((tuple(addresses), _content(map(_spread, plain)))),
+        hash(_content(first_elements(element) for table in tables for element in plain_parts(table))),
         tuple(settings),
         hash(tuple(map(attrgetter("__class__"), modules))),
         _layers_of(model),
@@ -100,16 +100,16 @@ def model_version(model: nn.Module) -> ModelVersion:
 
 def modules_in_use(model: nn.Module) -> tuple[list[nn.Module], set[int]]:
     """Its modules without those of adapters that are not active; and the ids of such adapters' modules and tensors."""
-    found, reached, inactive = [model], {id(model)}, set[int]()
+    in_use, reached, inactive = [model], {id(model)}, set[int]()
     has_adapters = "peft" in sys.modules
-    for module in found:
+    for module in in_use:
         if has_adapters:
             inactive.update(map(id, _inactive_parts(module)))
         for child in parts_of(module)[0].values():
             if child is not None and id(child) not in reached and id(child) not in inactive:
                 reached.add(id(child))
-                found.append(child)
-    return found, inactive
+                in_use.append(child)
+    return in_use, inactive
 
 
 def tables_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -126,20 +126,20 @@ def settings_of(module: nn.Module) -> dict[str, float]:
     attributes = vars(module)
     begin = len(_MODULE) if next(iter(attributes)) == _MODULE[0] else 0  # some are set before `nn.Module.__init__`
     is_training = module.training
-    found = {
+    settings = {
         name: value if is_training or not ("drop" in name or (name == "p" and isinstance(module, nn.Dropout))) else 0.0
         for name, value in islice(attributes.items(), begin, None)
         if type(value) in _SETTING_TYPES and name not in _NO_SETTINGS and name[0] != "_"
     }
     scales = attributes.get("scaling")
     if type(scales) is dict and not getattr(module, "disable_adapters", False):  # of PEFT: one for each adapter
-        found |= {
+        settings |= {
             f"{name}.scaling": scale for name, scale in scales.items() if name in cast(Any, module).active_adapters
         }
-    if found and "rope_type" in attributes:
+    if settings and "rope_type" in attributes:
         counts = _counted(module)
-        return {name: value for name, value in found.items() if counts(name)}
-    return found
+        return {name: value for name, value in settings.items() if counts(name)}
+    return settings
 
 
 def _layers_of(model: nn.Module) -> tuple[LayerSpec, ...] | None:
@@ -151,8 +151,8 @@ def _layers_of(model: nn.Module) -> tuple[LayerSpec, ...] | None:
 
 def _counted(module: nn.Module) -> Callable[[str], bool]:
     """Whether a value of this name stays as it is while the module computes."""
-    kind = str(vars(module).get("rope_type", ""))
-    follows_length = any(word in kind for word in _BY_LENGTH)
+    rope_type = str(vars(module).get("rope_type", ""))
+    follows_length = any(word in rope_type for word in _BY_LENGTH)
     return lambda name: not follows_length or "original" in name
 
 
@@ -163,7 +163,7 @@ def plain_parts(tensor: torch.Tensor | None) -> Sequence[torch.Tensor]:
         return ()
     if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         return (tensor,) if tensor.layout is torch.strided and tensor.data_ptr() else ()
-    return [part for name in tensor.__tensor_flatten__()[0] for part in plain_parts(getattr(tensor, name))]
+    return [plain for name in tensor.__tensor_flatten__()[0] for plain in plain_parts(getattr(tensor, name))]
 
 
 def _content(views: Iterable[torch.Tensor]) -> tuple[bytes, ...]:
@@ -232,4 +232,4 @@ def _inactive_parts(layer: Any) -> Iterator[Any]:
     for name in (*names, *getattr(type(layer), "other_param_names", ())):
         by_adapter = getattr(layer, name, None)
         if isinstance(by_adapter, nn.Module):  # a dict of modules, parameters or buffers
-            yield from (part for adapter, part in cast(Any, by_adapter).items() if adapter not in active)
+            yield from (entry for adapter, entry in cast(Any, by_adapter).items() if adapter not in active)

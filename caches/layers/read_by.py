@@ -43,8 +43,8 @@ class ReadBy:
             return self.mixed
         if self.reader is None:
             assert self.fingerprint is not None
-            others = differences(self.fingerprint, fingerprint(now.live_model))
-            return f"another model has filled it ({others})" if others else None
+            different = differences(self.fingerprint, fingerprint(now.live_model))
+            return f"another model has filled it ({different})" if different else None
         if self.live_model is None:
             return _FREED
         if self.live_model is not now.live_model:
@@ -64,29 +64,29 @@ class ReadBy:
         return self if change is None else replace(self, mixed=f"while it was filled, {change}")
 
     @staticmethod
-    def joined(parts: Sequence[ReadBy | None]) -> ReadBy | None:
+    def joined(readers: Sequence[ReadBy | None]) -> ReadBy | None:
         """Of the rows of several caches together; None where one of them is not known."""
-        first = parts[0]
-        for other in parts[1:]:
-            if first is None or other is None:
+        reference = readers[0]
+        for read_by in readers[1:]:
+            if reference is None or read_by is None:
                 return None
-            if first != other:
-                is_one_model = None is not first.reader == other.reader
-                change = f"between which {first._change(other)}" if is_one_model else "of different models"
-                mixed = first.mixed or other.mixed or f"its rows come from several caches, {change}"
-                return replace(first, mixed=mixed)
-        return first
+            if reference != read_by:
+                is_one_model = None is not reference.reader == read_by.reader
+                change = f"between which {reference._change(read_by)}" if is_one_model else "of different models"
+                mixed = reference.mixed or read_by.mixed or f"its rows come from several caches, {change}"
+                return replace(reference, mixed=mixed)
+        return reference
 
     def __reduce__(self) -> tuple[Any, ...]:
         """With the model's fingerprint in its place: a weak reference cannot be pickled, and counts mean nothing there.
 
         Reads all weights, unless they have been since they were written.
         """
-        said, mixed, model = self.fingerprint, self.mixed, self.live_model
+        digests, mixed, model = self.fingerprint, self.mixed, self.live_model
         if self.reader is not None:
             mixed = _FREED if model is None else self.why_other(ReadBy.of(model)) or ""
-            said = None if mixed else fingerprint(model)
-        return ReadBy, (None, None, said, mixed)
+            digests = None if mixed else fingerprint(model)
+        return ReadBy, (None, None, digests, mixed)
 
 
 _FREED = "the model that has filled it was freed"

@@ -37,11 +37,11 @@ class RopeRotation:
         angles = delta.to(device, torch.float64)[:, None, :, None, None] * frequencies
         cos, sin = angles.cos().to(keys.device, wide), angles.sin().to(keys.device, wide)
         keys = keys[:, :, None].expand(-1, -1, delta.shape[1], -1, -1)
-        rotated, rest = keys[..., : 2 * pairs].to(wide), keys[..., 2 * pairs :]
-        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else rotated.chunk(2, dim=-1)
-        parts = first * cos - second * sin, second * cos + first * sin
-        rotated = torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
-        return torch.cat([rotated.to(keys.dtype), rest], dim=-1).flatten(2, 3)
+        rotated, unrotated = keys[..., : 2 * pairs].to(wide), keys[..., 2 * pairs :]
+        x, y = rotated.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else rotated.chunk(2, dim=-1)
+        coordinates = x * cos - y * sin, y * cos + x * sin
+        rotated = torch.stack(coordinates, dim=-1).flatten(-2) if self.interleaved else torch.cat(coordinates, dim=-1)
+        return torch.cat([rotated.to(keys.dtype), unrotated], dim=-1).flatten(2, 3)
 
 
 UNROTATED = RopeRotation()
@@ -63,9 +63,9 @@ def read_rope(config: Any, index: int, layer_type: str) -> RopeRotation:
     module = _modeling_module(config)
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get(layer_type) or parameters
-    kind = parameters.get("rope_type", "default")
-    if kind in _DEPENDS_ON_LENGTH:
-        _refuse(index, layer_type, f"are rotated by angles that depend on the length of the text (rope_type={kind!r})")
+    rope = parameters.get("rope_type", "default")
+    if rope in _DEPENDS_ON_LENGTH:
+        _refuse(index, layer_type, f"are rotated by angles that depend on the length of the text (rope_type={rope!r})")
     if "mrope_section" in parameters:
         _refuse(index, layer_type, "are rotated by positions in several dimensions (mrope_section)")
     if "llama_4_scaling_beta" in parameters:
@@ -74,13 +74,13 @@ def read_rope(config: Any, index: int, layer_type: str) -> RopeRotation:
     if frequencies is None:
         _refuse(index, layer_type, f"have no rotation that the code of {config.model_type!r} shows")
     backwards, interleaved = _direction(module)
-    return RopeRotation(tuple(-one for one in frequencies) if backwards else frequencies, interleaved)
+    return RopeRotation(tuple(-frequency for frequency in frequencies) if backwards else frequencies, interleaved)
 
 
-def _refuse(index: int, layer_type: str, why: str) -> NoReturn:
+def _refuse(index: int, layer_type: str, reason: str) -> NoReturn:
     raise UnsupportedLayerError(
         f"cache='sink' re-rotates the keys of the first tokens as the window moves, but the keys of layer "
-        f"{index} ({layer_type}) {why}. Use cache='sliding_window' with a window_length, or cache='dynamic'"
+        f"{index} ({layer_type}) {reason}. Use cache='sliding_window' with a window_length, or cache='dynamic'"
     )
 
 
@@ -96,23 +96,23 @@ def _modeling_module(config: Any) -> Any:
     """transformers' module with the model's code; None if the code is not part of transformers."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         if type(config) in mapping:
-            found = mapping[type(config)]
-            return sys.modules[(found[0] if isinstance(found, tuple) else found).__module__]
+            model_class = mapping[type(config)]
+            return sys.modules[(model_class[0] if isinstance(model_class, tuple) else model_class).__module__]
     return None
 
 
 def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...] | None:
     """The frequencies of the model's own rotary embedding, which may have a set per layer type; None if not found."""
-    for name, kind in vars(module).items() if module is not None else ():
-        if not name.endswith("RotaryEmbedding") or "Vision" in name or not isinstance(kind, type):
+    for name, embedding_class in vars(module).items() if module is not None else ():
+        if not name.endswith("RotaryEmbedding") or "Vision" in name or not isinstance(embedding_class, type):
             continue
-        if "config" not in inspect.signature(kind).parameters:
+        if "config" not in inspect.signature(embedding_class).parameters:
             continue
         with torch.device("cpu"):
-            embedding = kind(config)
+            embedding = embedding_class(config)
         for buffer in (f"{layer_type}_inv_freq", "inv_freq"):
-            if isinstance(found := getattr(embedding, buffer, None), torch.Tensor):
-                return tuple(found.tolist())
+            if isinstance(frequencies := getattr(embedding, buffer, None), torch.Tensor):
+                return tuple(frequencies.tolist())
     return None
 
 

@@ -90,9 +90,9 @@ class Buffer(ABC):
             self._memory = self._copied(count, self._memory[: self.numel(keep)])
             self._room = slots
 
-    def _copied(self, count: int, kept: torch.Tensor) -> torch.Tensor:
-        """New memory for at least `count` elements, which begins with a copy of `kept`."""
-        return self._allocate(count, self.dtype, self.device, kept)
+    def _copied(self, count: int, content: torch.Tensor) -> torch.Tensor:
+        """New memory for at least `count` elements, which begins with a copy of `content`."""
+        return self._allocate(count, self.dtype, self.device, content)
 
     def _have(self, slots: int, rows: int, keep: int) -> None:
         assert self._shape is not None
@@ -100,14 +100,14 @@ class Buffer(ABC):
         count = slots * (self._rows_room or rows) * self._shape[1] * self._shape[2]
         if self._memory.numel() < count:
             self.wait()
-            kept = self._memory[: self.numel(keep)]
-            self._memory = self._allocate(count, self.dtype, self.device, kept)
+            content = self._memory[: self.numel(keep)]
+            self._memory = self._allocate(count, self.dtype, self.device, content)
 
     @abstractmethod
     def _allocate(
-        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, content: torch.Tensor | None
     ) -> torch.Tensor:
-        """Flat memory of at least `count` elements; it begins with `kept`, the previous memory."""
+        """Flat memory of at least `count` elements; it begins with `content`, the previous memory."""
 
     def space(self, memory: torch.Tensor, slots: int) -> torch.Tensor:
         """Flat `memory` as [rows, heads, slots, width], laid out like this buffer."""
@@ -129,15 +129,15 @@ class Buffer(ABC):
 
     # Content.
 
-    def write(self, begin: int, new: torch.Tensor) -> None:
-        """Write `new` [rows, heads, slots, width] to the slots from `begin` on, in the order of the device's stream."""
-        target = self._slots(begin, begin + new.shape[2])
-        if new.device == target.device:
-            target.copy_(_slots_first(new))
+    def write(self, begin: int, content: torch.Tensor) -> None:
+        """Write `content` [rows, heads, slots, width] to the slots from `begin` on, in order of the device's stream."""
+        target = self._slots(begin, begin + content.shape[2])
+        if content.device == target.device:
+            target.copy_(_slots_first(content))
             return
         # Contiguous copies are fast; made in chunks, they need little memory.
         step = max(1, _CHUNK_BYTES // max(1, target[:1].nbytes))
-        for source, chunk in zip(_slots_first(new).split(step), target.split(step), strict=True):
+        for source, chunk in zip(_slots_first(content).split(step), target.split(step), strict=True):
             chunk.copy_(source.contiguous(), non_blocking=True)
 
     def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
@@ -171,13 +171,13 @@ class Buffer(ABC):
         @torch.no_grad()  # also where the tokens were written outside of it
         def select() -> None:
             self.wait()
-            old = self._slots(0, end)
+            previous = self._slots(0, end)
             self._shape = (count, heads, width)
-            new, begins = self._slots(0, end), range(0, end, max(1, step))
+            selected, begins = self._slots(0, end), range(0, end, max(1, step))
             # Both share memory: in this order no slot is overwritten before it was read.
             for begin in reversed(begins) if count > rows else begins:
-                source = old[begin : begin + step]
-                new[begin : begin + step] = torch.index_select(source, 1, index, out=chunk[: len(source)])
+                source = previous[begin : begin + step]
+                selected[begin : begin + step] = torch.index_select(source, 1, index, out=chunk[: len(source)])
 
         return select
 
@@ -187,9 +187,9 @@ class Buffer(ABC):
             self.wait()
             slots = self._slots(0, end)
             # In chunks no longer than the distance they move, so that source and target never overlap.
-            for first in range(begin, end, begin):
-                chunk = slots[first : first + begin]
-                slots[first - begin : first - begin + len(chunk)] = chunk
+            for position in range(begin, end, begin):
+                chunk = slots[position : position + begin]
+                slots[position - begin : position - begin + len(chunk)] = chunk
 
     def close(self) -> None:
         """Become empty. The memory is kept for the next `open`."""
@@ -215,8 +215,8 @@ class Buffer(ABC):
             torch.accelerator.synchronize(self.device)
 
     def __deepcopy__(self: B, memo: dict[int, Any]) -> B:
-        new, (kind, attributes, memory) = self.__reduce__()
-        return new(kind, copy.deepcopy(attributes, memo), memory)
+        constructor, (buffer_class, attributes, memory) = self.__reduce__()
+        return constructor(buffer_class, copy.deepcopy(attributes, memo), memory)
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.wait()
@@ -228,9 +228,9 @@ class Buffer(ABC):
         return vars(self) | {"_memory": None}
 
 
-def _with_memory(kind: type[B], attributes: dict[str, Any], content: torch.Tensor | None) -> B:
+def _with_memory(buffer_class: type[B], attributes: dict[str, Any], content: torch.Tensor | None) -> B:
     """A buffer with these attributes and a copy of `content`, the bytes of its memory."""
-    buffer = object.__new__(kind)
+    buffer = object.__new__(buffer_class)
     vars(buffer).update(attributes)
     if content is not None:
         memory = content.view(buffer.dtype)
@@ -245,9 +245,9 @@ class DeviceBuffer(Buffer):
     tier: ClassVar[str] = "device"
 
     def _allocate(
-        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, content: torch.Tensor | None
     ) -> torch.Tensor:
-        return _with_start(kept, _empty(count, dtype, device))
+        return _with_start(content, _empty(count, dtype, device))
 
     def read(self, begin: int, end: int, into: torch.Tensor | None = None) -> torch.Tensor:
         assert self._shape is not None
@@ -265,14 +265,14 @@ class HostBuffer(Buffer):
     tier: ClassVar[str] = "host"
 
     def _allocate(
-        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, content: torch.Tensor | None
     ) -> torch.Tensor:
         if device.type == "meta":  # a dry run, which needs sizes only
-            return _with_start(kept, _empty(count, dtype, device))
+            return _with_start(content, _empty(count, dtype, device))
         pinned = device.type != "cpu"
         if pinned:  # torch allocates a power of two of pinned bytes anyway
             count = (1 << (count * dtype.itemsize - 1).bit_length()) // dtype.itemsize
-        return _with_start(kept, _empty(count, dtype, torch.device("cpu"), pinned))
+        return _with_start(content, _empty(count, dtype, torch.device("cpu"), pinned))
 
 
 class DiskBuffer(Buffer):
@@ -286,20 +286,20 @@ class DiskBuffer(Buffer):
         self._window: Window | None = None
 
     def _allocate(
-        self, count: int, dtype: torch.dtype, device: torch.device, kept: torch.Tensor | None
+        self, count: int, dtype: torch.dtype, device: torch.device, content: torch.Tensor | None
     ) -> torch.Tensor:
         if device.type == "meta":
-            return _with_start(kept, _empty(count, dtype, device))
+            return _with_start(content, _empty(count, dtype, device))
         count = max(1, count)
         if self._window is None or len(self._window) < count * dtype.itemsize:
             self._window = self.disk_file.window(count * dtype.itemsize, self._window)
-        with always_writable():  # the window begins with the previous bytes: `kept` needs no copy
+        with always_writable():  # the window begins with the previous bytes: `content` needs no copy
             return torch.frombuffer(self._window, dtype=dtype, count=count)
 
-    def _copied(self, count: int, kept: torch.Tensor) -> torch.Tensor:
-        before, self._window = self._window, None
-        with on_failure(partial(setattr, self, "_window", before)):
-            return _with_start(kept, self._allocate(count, self.dtype, self.device, None))
+    def _copied(self, count: int, content: torch.Tensor) -> torch.Tensor:
+        window, self._window = self._window, None
+        with on_failure(partial(setattr, self, "_window", window)):
+            return _with_start(content, self._allocate(count, self.dtype, self.device, None))
 
     def clear(self) -> None:
         super().clear()
@@ -314,9 +314,9 @@ def _empty(count: int, dtype: torch.dtype, device: torch.device, pinned: bool = 
         return torch.empty(count, dtype=dtype, device=device, pin_memory=pinned)
 
 
-def _with_start(kept: torch.Tensor | None, memory: torch.Tensor) -> torch.Tensor:
-    if kept is not None:
-        memory[: len(kept)] = kept
+def _with_start(content: torch.Tensor | None, memory: torch.Tensor) -> torch.Tensor:
+    if content is not None:
+        memory[: len(content)] = content
     return memory
 
 

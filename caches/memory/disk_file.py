@@ -52,16 +52,16 @@ class DiskFile:
         self._process = os.getpid()  # the process that opened the file
         self._locks: dict[int, Any] = {}  # by process: a forked process may inherit a locked one
 
-    def window(self, size: int, before: Window | None = None) -> Window:
-        """Mapped memory of at least `size` bytes that begins with the ranges of `before`.
+    def window(self, size: int, previous: Window | None = None) -> Window:
+        """Mapped memory of at least `size` bytes that begins with the ranges of `previous`.
 
         In a forked process it begins with a copy of them. Raises `CapacityError` if the disk is full or no file can be
         opened, `MemoryError` if the ranges cannot be mapped.
         """
-        kept = [] if before is None or before.ranges[0].is_inherited() else before.ranges
-        missing = -(-max(1, size) // _PAGE) * _PAGE - sum(part.end - part.begin for part in kept)
+        reused = [] if previous is None or previous.ranges[0].is_inherited() else previous.ranges
+        missing = -(-max(1, size) // _PAGE) * _PAGE - sum(disk_range.end - disk_range.begin for disk_range in reused)
         try:
-            ranges = [*kept, *self._take(missing)]
+            ranges = [*reused, *self._take(missing)]
         except OSError as error:
             raise CapacityError(self._why_not(missing, error)) from error
         try:
@@ -72,8 +72,8 @@ class DiskFile:
                 f"{size:,} bytes of a file in {self.folder} cannot be mapped: {error.strerror} (no addresses left, or "
                 "more mappings than vm.max_map_count allows)"
             ) from error
-        if before is not None and not kept:
-            window[: len(before)] = before
+        if previous is not None and not reused:
+            window[: len(previous)] = previous
         return window
 
     @property
@@ -195,15 +195,15 @@ def _mapped(file: int, ranges: list[_Range]) -> Window:
 
     Addresses are reserved with an anonymous map first: Python's own map of a file would keep a descriptor per window.
     """
-    size = sum(part.end - part.begin for part in ranges)
+    size = sum(disk_range.end - disk_range.begin for disk_range in ranges)
     window = Window(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
     window.ranges = ranges
     address = ctypes.addressof(ctypes.c_char.from_buffer(window))
-    for part in ranges:
-        length = part.end - part.begin
+    for disk_range in ranges:
+        length = disk_range.end - disk_range.begin
         flags = mmap.MAP_SHARED | _MAP_FIXED
-        found = _libc().mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, part.begin)
-        if found != address:
+        mapped = _libc().mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, disk_range.begin)
+        if mapped != address:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         address += length
     return window

@@ -16,20 +16,20 @@ class ExpectedDevice:
 
     options: PlacedCacheConfig
 
-    def check(self, layer_idx: int, new: torch.Tensor) -> None:
-        """Raise `StepError` if `new`, keys of layer `layer_idx`, is on another device or has another data type."""
+    def check(self, layer_idx: int, keys: torch.Tensor) -> None:
+        """Raise `StepError` if `keys`, those of layer `layer_idx`, is on another device or has another data type."""
         options = self.options
         device = (options.layer_device_map or {}).get(str(layer_idx), options.device)
-        found, wanted = new.device, None if device is None else torch.device(device)
-        if wanted is not None and (wanted.type != found.type or wanted.index not in (None, found.index)):
+        actual, expected = keys.device, None if device is None else torch.device(device)
+        if expected is not None and (expected.type != actual.type or expected.index not in (None, actual.index)):
             raise StepError(
-                f"the {options.name} cache was built for layer {layer_idx} on {wanted}, but the layer computes on "
-                f"{found}: leave device and layer_device_map out, each layer's tensors go where it computes"
+                f"the {options.name} cache was built for layer {layer_idx} on {expected}, but the layer computes on "
+                f"{actual}: leave device and layer_device_map out, each layer's tensors go where it computes"
             )
-        if options.dtype is not None and new.dtype != getattr(torch, options.dtype, None):
+        if options.dtype is not None and keys.dtype != getattr(torch, options.dtype, None):
             raise StepError(
                 f"the {options.name} cache was built for {options.dtype}, but layer {layer_idx} computes in "
-                f"{new.dtype}: leave dtype out, or give the model's"
+                f"{keys.dtype}: leave dtype out, or give the model's"
             )
 
     @property

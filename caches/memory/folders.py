@@ -24,18 +24,18 @@ def disk_folder(folder: str | None = None) -> str:
     both defaults are in memory, since a cache there frees no host memory.
     """
     if folder is not None:
-        kind = memory_type(folder)
-        if kind is not None:
-            _warn_once(folder, kind)
+        fs_type = memory_type(folder)
+        if fs_type is not None:
+            _warn_once(folder, fs_type)
         return folder
     refused = []
     for candidate in (_temporary(), _ALTERNATIVE):
         if candidate is None or not os.path.isdir(candidate) or not os.access(candidate, os.W_OK):
             continue
-        kind = memory_type(candidate)
-        if kind is None:
+        fs_type = memory_type(candidate)
+        if fs_type is None:
             return candidate
-        refused.append(f"{candidate} is a {kind}")
+        refused.append(f"{candidate} is a {fs_type}")
     raise CapacityError(
         f"no folder on a disk was found for the cache: {', '.join(refused) or 'no folder for temporary files exists'}. "
         "Files in memory would free nothing: set TMPDIR, or give a `folder` on a disk in cache_config"
@@ -48,17 +48,17 @@ def memory_type(folder: str) -> str | None:
         lines = os.fsdecode(_MOUNTS.read_bytes()).split("\n")  # not as UTF-8: paths may have any bytes
     except OSError:  # not on Linux
         return None
-    path, nearest, found = os.path.realpath(folder), "", None
+    path, nearest, memory = os.path.realpath(folder), "", None
     for line in lines:
-        mount, _, system = (part.split(" ") for part in line.partition(" - "))
+        mount, _, system = (half.split(" ") for half in line.partition(" - "))
         if len(mount) < 5 or len(system) < 2:
             continue
         point = _unescaped(mount[4])
         is_inside = path == point or path.startswith(point.rstrip("/") + "/")
         if is_inside and len(point) >= len(nearest):  # of several mounts at one point the last one is visible
-            nearest, (kind, source) = point, system[:2]
-            found = kind if kind in _MEMORY else f"{kind} in compressed memory" if "zram" in source else None
-    return found
+            nearest, (fs_type, source) = point, system[:2]
+            memory = fs_type if fs_type in _MEMORY else f"{fs_type} in compressed memory" if "zram" in source else None
+    return memory
 
 
 def _temporary() -> str | None:
@@ -69,14 +69,14 @@ def _temporary() -> str | None:
 
 
 def _unescaped(point: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point)
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
 
 
 @functools.cache
-def _warn_once(folder: str, kind: str) -> None:
+def _warn_once(folder: str, fs_type: str) -> None:
     _logger.warning(
         "folder=%r is a %s: a cache there is in memory, not on a disk. Give a folder on a disk, or use "
         "residency='host'",
         folder,
-        kind,
+        fs_type,
     )

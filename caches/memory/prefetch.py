@@ -133,9 +133,9 @@ class Prefetcher:
         else:
             fetched = double_buffer.claim(half, buffer, slots)
             buffer.read(begin, end, fetched)
-        last = _alive(double_buffer.last)
-        if last is not None:
-            double_buffer.following[last] = ref(reader)
+        last_reader = _alive(double_buffer.last)
+        if last_reader is not None:
+            double_buffer.following[last_reader] = ref(reader)
         double_buffer.last = ref(reader)
         following = _alive(double_buffer.following.get(reader))
         if following is not None:

@@ -19,7 +19,7 @@ def is_dispatched(model: PreTrainedModel) -> bool:
 def swaps_weights(module: nn.Module) -> bool:
     """Whether accelerate keeps the module's own weights elsewhere, and brings them in while it computes."""
     hook = accelerate_hook(module)
-    return hook is not None and any(getattr(part, "offload", False) for part in getattr(hook, "hooks", [hook]))
+    return hook is not None and any(getattr(inner, "offload", False) for inner in getattr(hook, "hooks", [hook]))
 
 
 def input_embeddings(model: PreTrainedModel) -> Any:
@@ -34,8 +34,8 @@ def prompt_device(model: PreTrainedModel) -> torch.device:
     """The device for token ids. With hooks, `model.device` may be "meta": weights are moved in when they are used."""
     for module in (input_embeddings(model), model):
         hook = accelerate_hook(module)
-        for part in getattr(hook, "hooks", [hook]):
-            device = getattr(part, "execution_device", None)
+        for inner in getattr(hook, "hooks", [hook]):
+            device = getattr(inner, "execution_device", None)
             if device is not None:
                 return torch.device(device)
     return model.device

@@ -82,14 +82,14 @@ def _import_models() -> None:
         return
     find = utils.define_import_structure  # cached
     folder = Path(utils.__file__).parents[1] / "models"
-    found = {
+    structure = {
         needed: {file.removeprefix(prefix): names for file, names in files.items() if file.startswith(prefix)}
         for needed, files in find(folder, prefix="models").items()
     }
-    if not found[frozenset()]:
+    if not structure[frozenset()]:
         return
-    known = {str(folder / "__init__.py"): found}
-    utils.define_import_structure = lambda path, *rest: known.pop(str(path), None) or find(path, *rest)
+    structures = {str(folder / "__init__.py"): structure}
+    utils.define_import_structure = lambda path, *arguments: structures.pop(str(path), None) or find(path, *arguments)
     try:
         importlib.import_module(name)
     finally:

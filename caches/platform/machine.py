@@ -39,12 +39,12 @@ def cache_folder() -> Path:
 def processor() -> str:
     """The processor's model and instruction sets, as the system reports them."""
     try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+        section = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    lines = (line.partition(":") for line in first.splitlines())
-    found = {name.strip().lower(): value.strip() for name, _, value in lines}
-    return "\n".join(found[name] for name in _FIELDS if name in found) or platform.machine()
+    lines = (line.partition(":") for line in section.splitlines())
+    fields = {name.strip().lower(): value.strip() for name, _, value in lines}
+    return "\n".join(fields[name] for name in _FIELDS if name in fields) or platform.machine()
 
 
 def usable_processors() -> int:

@@ -60,30 +60,30 @@ class Operators:
 
 def _load() -> str | None:
     """Load the library; why there is none, or None where it is loaded."""
-    why = "they were not built when it was installed"
+    reason = "they were not built when it was installed"
     for path in _libraries():
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            why = f"{path.name} cannot be loaded ({error.__cause__ or error})"
+            reason = f"{path.name} cannot be loaded ({error.__cause__ or error})"
         else:
             return None
-    getLogger("engine").debug("no kernels: %s", why)
-    return why
+    getLogger("engine").debug("no kernels: %s", reason)
+    return reason
 
 
 def _libraries() -> list[Path]:
     """Those for this processor, the best first: of the best kind, and of these the one built with this torch."""
     release = torch.__version__.partition("+")[0]
-    found = [path.stem.split("-", 3) for path in _FOLDER.glob("kernels-*.so")]
+    libraries = [path.stem.split("-", 3) for path in _FOLDER.glob("kernels-*.so")]
     if _SOURCES.is_dir():  # they may have changed since
         digest = _digest_of_sources()
-        found = [parts for parts in found if parts[1] == digest]
-    kinds = _kinds()
+        libraries = [library for library in libraries if library[1] == digest]
+    supported = _kinds()
     fitting = sorted(
-        (kinds.index(kind), built_with != release, f"{name}-{digest}-{built_with}-{kind}.so")
-        for name, digest, built_with, kind in found
-        if kind in kinds
+        (supported.index(instructions), built_with != release, f"{name}-{digest}-{built_with}-{instructions}.so")
+        for name, digest, built_with, instructions in libraries
+        if instructions in supported
     )
     return [_FOLDER / name for _, _, name in fitting]
 

@@ -60,7 +60,7 @@ class recovering:
         self._handled = sys.exc_info()[1]  # its frames are those of its handler
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(self, error_class: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         handled, self._handled = self._handled, None
         if error is None or not (isinstance(error, self._classes) or is_out_of_memory(error, self._size)):
             return False
@@ -73,14 +73,14 @@ def without_frames(error: BaseException, handled: BaseException | None = None) -
 
     handled: an error in whose handling it was raised, which keeps its own.
     """
-    left: list[BaseException | None] = [error]
-    known = {id(handled)}
-    while left:
-        one = left.pop()
-        if one is not None and id(one) not in known:
-            known.add(id(one))
-            one.__traceback__ = None
-            left += [one.__cause__, one.__context__]
+    pending: list[BaseException | None] = [error]
+    visited = {id(handled)}
+    while pending:
+        linked = pending.pop()
+        if linked is not None and id(linked) not in visited:
+            visited.add(id(linked))
+            linked.__traceback__ = None
+            pending += [linked.__cause__, linked.__context__]
     return error
 
 

@@ -67,10 +67,10 @@ class KeepsDataTypes(nn.Module):
     """A module whose buffers keep their data types where it is cast (`half()`, `to(dtype)`); `follow` hears of it."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KeepsDataTypes:
-        before = dict(self._buffers)
+        buffers = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, now in self._buffers.items():
-            if now is not None and (tensor := before[name]) is not None and now.dtype != tensor.dtype:
+            if now is not None and (tensor := buffers[name]) is not None and now.dtype != tensor.dtype:
                 self._buffers[name] = tensor.to(now.device)
         self.follow(fn)
         return self
@@ -133,10 +133,10 @@ def load_package(path: str, constants: Callable[[Sequence[str]], dict[str, torch
 
     constants: the package's tensors for their names; they are read where they are, and have to be kept.
     """
-    before = _unpacked_packages()
+    folders = _unpacked_packages()
     loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
     # The code is in memory. The loader removes its folder at its end, but not where the process is killed.
-    for folder in _unpacked_packages() - before:
+    for folder in _unpacked_packages() - folders:
         shutil.rmtree(folder, ignore_errors=True)
     loader.load_constants(constants(loader.get_constant_fqns()), False, False, user_managed=True)
     return loader.run

@@ -62,9 +62,9 @@ def can_compile_fullgraph(model: PreTrainedModel) -> bool:
     return model._can_compile_fullgraph
 
 
-def model_from_config(kind: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
-    """A model of class `kind` with new weights. options: `dtype`, `attn_implementation`, ..."""
-    return kind._from_config(config, **options)
+def model_from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model of class `model_class` with new weights. options: `dtype`, `attn_implementation`, ..."""
+    return model_class._from_config(config, **options)
 
 
 def accelerate_hook(module: Any) -> Any:
@@ -114,17 +114,17 @@ def special_tokens(config: GenerationConfig) -> SpecialTokens:
 
 
 def prepare_generated_length(
-    model: PreTrainedModel, config: GenerationConfig, inputs: torch.Tensor, tokens: int, given: set[str]
+    model: PreTrainedModel, config: GenerationConfig, inputs: torch.Tensor, tokens: int, chosen: set[str]
 ) -> None:
     """Set `max_length` and `min_length` of `config` from `max_new_tokens` and `min_new_tokens`.
 
-    inputs: ids [rows, tokens] or embeddings [rows, tokens, width]. tokens: of the ids. given: which of "max_length"
+    inputs: ids [rows, tokens] or embeddings [rows, tokens, width]. tokens: of the ids. chosen: which of "max_length"
     and "min_length" were chosen.
     """
     model._prepare_generated_length(
         generation_config=config,
-        has_default_max_length="max_length" not in given,
-        has_default_min_length="min_length" not in given,
+        has_default_max_length="max_length" not in chosen,
+        has_default_min_length="min_length" not in chosen,
         model_input_name="input_ids" if inputs.ndim == 2 else "inputs_embeds",
         input_ids_length=tokens,
         inputs_tensor=inputs,
@@ -168,10 +168,10 @@ def prepare_encoder_kwargs(
         if not model.config.is_encoder_decoder or "encoder_outputs" in model_kwargs:
             return model_kwargs
         prepare = model._prepare_encoder_decoder_kwargs_for_generation
-    found = prepare(inputs, model_kwargs, model_input_name=name, generation_config=config)
-    if not found.get("mm_encoder_outputs", True):  # of a prompt of text alone
-        found = {name: value for name, value in found.items() if name != "mm_encoder_outputs"}
-    return found
+    encoded = prepare(inputs, model_kwargs, model_input_name=name, generation_config=config)
+    if not encoded.get("mm_encoder_outputs", True):  # of a prompt of text alone
+        encoded = {name: value for name, value in encoded.items() if name != "mm_encoder_outputs"}
+    return encoded
 
 
 def has_own_position_ids(model: PreTrainedModel) -> bool:
@@ -204,10 +204,10 @@ def logits_processors(model: PreTrainedModel, config: GenerationConfig, **argume
 
 
 def stopping_criteria(
-    model: PreTrainedModel, config: GenerationConfig, given: StoppingCriteriaList, tokenizer: Any
+    model: PreTrainedModel, config: GenerationConfig, criteria: StoppingCriteriaList, tokenizer: Any
 ) -> StoppingCriteriaList:
-    """The stopping criteria that `config` asks for, and `given`."""
-    return model._get_stopping_criteria(config, given, tokenizer)
+    """The stopping criteria that `config` asks for, and `criteria`."""
+    return model._get_stopping_criteria(config, criteria, tokenizer)
 
 
 def constraint_of(processor: Any) -> Callable[[int, torch.Tensor], list[int]]:

@@ -15,6 +15,6 @@ class on_failure:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, error_class: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None:
             self._undo()

@@ -104,13 +104,13 @@ class Affine:
             partial(self._unpacked, parts, new_scratch),
         )
 
-    def _unpacked(self, parts: Parts, new_scratch: NewScratch) -> Segment:
+    def _unpacked(self, encoded: Parts, new_scratch: NewScratch) -> Segment:
         out, scratch = new_scratch()
-        count, dtype = out.shape[2], parts["scale"].dtype
+        count, dtype = out.shape[2], encoded["scale"].dtype
         target = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
-        _unpack(parts["codes"], self.bits, target, scratch)
+        _unpack(encoded["codes"], self.bits, target, scratch)
         if not self.per_channel:
-            segment = AffineSegment(target, parts["scale"], parts.get("offset"))
+            segment = AffineSegment(target, encoded["scale"], encoded.get("offset"))
             if target is out and torch.finfo(dtype).bits >= 32:
                 return segment
             segment.materialize()
@@ -121,15 +121,15 @@ class Affine:
                 for segment, blocks in zip(segments, (slice(complete), slice(complete, None)), strict=True):
                     if segment.shape[2]:
                         grouped = segment.unflatten(2, (-1, min(self.group, segment.shape[2])))
-                        grouped.mul_(parts["scale"][:, :, blocks, None])
-                        if "offset" in parts:
-                            grouped.add_(parts["offset"][:, :, blocks, None])
+                        grouped.mul_(encoded["scale"][:, :, blocks, None])
+                        if "offset" in encoded:
+                            grouped.add_(encoded["offset"][:, :, blocks, None])
         return DenseSegment(target if target is out else out.copy_(target))
 
 
-def _divisor(width: int, wanted: int) -> int:
-    """The largest divisor of `width` that is at most `wanted`: 40 for a width of 80 and 64 wanted."""
-    return next(size for size in range(min(width, wanted), 0, -1) if width % size == 0)
+def _divisor(width: int, limit: int) -> int:
+    """The largest divisor of `width` that is at most `limit`: 40 for a width of 80 and a limit of 64."""
+    return next(size for size in range(min(width, limit), 0, -1) if width % size == 0)
 
 
 # Codes of less than a byte share bytes within a slot. With 4 bits, byte i holds the channels i and i + width / 2: this
@@ -184,9 +184,9 @@ def _like(packed: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
 
 def _kivi(groups: torch.Tensor, bits: int) -> Choice:
     """Equal steps from the smallest to the largest element, as in KIVI (arXiv 2402.02750)."""
-    least, most = groups.aminmax(dim=-1, keepdim=True)
-    scale = ((most - least) / (2**bits - 1)).clamp(min=torch.finfo(groups.dtype).tiny)
-    return ((groups - least) / scale).round().clamp(0, 2**bits - 1), scale, least
+    lowest, highest = groups.aminmax(dim=-1, keepdim=True)
+    scale = ((highest - lowest) / (2**bits - 1)).clamp(min=torch.finfo(groups.dtype).tiny)
+    return ((groups - lowest) / scale).round().clamp(0, 2**bits - 1), scale, lowest
 
 
 def _quanto(groups: torch.Tensor, bits: int) -> Choice:
@@ -210,8 +210,8 @@ def _hqq(groups: torch.Tensor, bits: int) -> Choice:
 
 def _fp8(groups: torch.Tensor, bits: int) -> Choice:
     """float8_e4m3fn, scaled so that the largest element of a group is the largest float8. Without an offset."""
-    most = torch.finfo(torch.float8_e4m3fn).max
-    scale = (groups.abs().amax(dim=-1, keepdim=True) / most).clamp(min=torch.finfo(groups.dtype).tiny)
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scale = (groups.abs().amax(dim=-1, keepdim=True) / largest).clamp(min=torch.finfo(groups.dtype).tiny)
     return (groups / scale).to(torch.float8_e4m3fn), scale, None
 
 

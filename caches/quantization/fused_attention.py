@@ -84,9 +84,9 @@ def attention(
     layout: list[int] = []  # for each segment: bits, block, number of tensors
     for segment in (*keys, *values):
         if isinstance(segment, QuantizedSegment):
-            parts = [part for part in (segment.codes, segment.scale, segment.offset) if part is not None]
-            layout += segment.bits, segment.block, len(parts)
-            tensors += parts
+            encoded = [tensor for tensor in (segment.codes, segment.scale, segment.offset) if tensor is not None]
+            layout += segment.bits, segment.block, len(encoded)
+            tensors += encoded
         else:
             assert isinstance(segment, DenseSegment)
             layout += 32, 0, 1
@@ -112,5 +112,5 @@ class _WithoutDerivative(torch.autograd.Function):
 def _without_derivative(result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
     if not (of.requires_grad and torch.is_grad_enabled()):
         return result
-    found: torch.Tensor = _WithoutDerivative.apply(result, of)
-    return found
+    output: torch.Tensor = _WithoutDerivative.apply(result, of)
+    return output

@@ -68,11 +68,11 @@ class GrowingStore:
         """The rows of the buffer that are in use, with all their slots; None while there is none with enough rows."""
         return self.buffer
 
-    def _write(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    def _write(self, slots: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
         """Write the open step; returns what attention reads."""
         timeline = self.timeline
         start, end = timeline.start, timeline.end
-        slots[:, :, end : end + new.shape[-2]] = new
+        slots[:, :, end : end + added.shape[-2]] = added
         return slots.narrow(2, start, end + timeline.pending - start)
 
     def _visible(self, slots: torch.Tensor) -> torch.Tensor:
@@ -84,9 +84,9 @@ class GrowingStore:
         slots = self._slots()
         return self.overflow if self.overflow is not None or slots is None else self._visible(slots)
 
-    def read_from(self, other: GrowingStore, takes_room: bool) -> None:
-        """Hold the kept tokens of `other` where they are: see `Timeline.read_from`."""
-        self.buffer = other.buffer if takes_room else other.committed()
+    def read_from(self, source: GrowingStore, takes_room: bool) -> None:
+        """Hold the kept tokens of `source` where they are: see `Timeline.read_from`."""
+        self.buffer = source.buffer if takes_room else source.committed()
 
     def reserve(self, room: int) -> None:
         if self.buffer is None or (self.buffer.shape[-2] >= room and not self.timeline.is_frozen):
@@ -143,8 +143,8 @@ class GrowingStore:
         slots[:, :, : dense.shape[-2]] = dense
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        kept = self.committed()
-        return {} if kept is None else {"slots": kept}
+        committed = self.committed()
+        return {} if committed is None else {"slots": committed}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.load_dense(state["slots"])
@@ -175,8 +175,8 @@ class FixedStore(GrowingStore):
             return None
         return buffer if buffer.shape[0] == timeline.rows else buffer[: timeline.rows]
 
-    def _write(self, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        slots.index_copy_(2, self.timeline.write_index(slots.device), new)
+    def _write(self, slots: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+        slots.index_copy_(2, self.timeline.write_index(slots.device), added)
         return self._visible(slots)
 
     def _visible(self, slots: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def _segments(store: Store) -> list[torch.Tensor] | None:
     """What `append` is about to return, in segments."""
     if isinstance(store, ForkedStore):
         prefix = store.prefix.read() if _is_plain(store.prefix) else None
-        return None if prefix is None or (own := _segments(store.suffix)) is None else [prefix, *own]
+        return None if prefix is None or (suffix := _segments(store.suffix)) is None else [prefix, *suffix]
     slots = store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
     return None if slots is None else [slots]
 

@@ -32,50 +32,50 @@ class OffloadedStore:
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
         self._prepare(new)
-        read = self._with_kept(new)
+        visible = self._with_kept(new)
         self._write(new)
-        return read
+        return visible
 
     def add(self, new: torch.Tensor) -> None:
         self._prepare(new)
         self._write(new)
 
-    def _prepare(self, new: torch.Tensor) -> None:
-        self.timeline.bind_batch_size(new.shape[0])
+    def _prepare(self, added: torch.Tensor) -> None:
+        self.timeline.bind_batch_size(added.shape[0])
         if self.buffer.shape is None:
-            self._open(new)
+            self._open(added)
         assert self.buffer.shape is not None
-        check_alike(self.buffer.shape[1:], self.buffer.dtype, new)
+        check_alike(self.buffer.shape[1:], self.buffer.dtype, added)
 
-    def _write(self, new: torch.Tensor) -> None:
+    def _write(self, added: torch.Tensor) -> None:
         timeline = self.timeline
         if not timeline.kept_tokens:  # nothing was read: a prefetch would be of tokens that were cropped since
             self._scratch.prefetcher.discard(self)
         if timeline.overflow:  # more tokens than the room of a window
             self.buffer.reserve(timeline.end + timeline.pending, keep=timeline.end)
-        self.buffer.write(timeline.end, new)
+        self.buffer.write(timeline.end, added)
         self._has_pending = True
 
     def read(self) -> torch.Tensor | None:
         if self.buffer.shape is None:
             return None
         timeline = self.timeline
-        kept = timeline.kept_tokens
-        fetched = self._scratch.prefetcher.take(self, timeline.start, timeline.end, kept)[:, :, :kept]
+        kept_tokens = timeline.kept_tokens
+        fetched = self._scratch.prefetcher.take(self, timeline.start, timeline.end, kept_tokens)[:, :, :kept_tokens]
         return fetched.clone() if self._lasting else fetched
 
-    def _with_kept(self, new: torch.Tensor) -> torch.Tensor:
+    def _with_kept(self, added: torch.Tensor) -> torch.Tensor:
         """The kept tokens and the new ones, on the device."""
-        begin, kept = self.timeline.start, self.timeline.kept_tokens
-        if not kept:
+        begin, kept_tokens = self.timeline.start, self.timeline.kept_tokens
+        if not kept_tokens:
             # Kernels are chosen by the last axis, and their 16 bits differ: there is to be one text with any cache.
-            return new if new.stride(-1) == 1 else new.contiguous()
-        room = kept if self.timeline.overflow else self.timeline.room - begin
+            return added if added.stride(-1) == 1 else added.contiguous()
+        room = kept_tokens if self.timeline.overflow else self.timeline.room - begin
         fetched = self._scratch.prefetcher.take(self, begin, self.timeline.end, room)
         if self.timeline.overflow:
-            return torch.cat([fetched, new], dim=-2)
-        fetched = fetched[:, :, : kept + new.shape[-2]]
-        fetched[:, :, kept:] = new
+            return torch.cat([fetched, added], dim=-2)
+        fetched = fetched[:, :, : kept_tokens + added.shape[-2]]
+        fetched[:, :, kept_tokens:] = added
         return fetched.clone() if self._lasting else fetched
 
     def wanted(self) -> tuple[int, int, int]:
@@ -137,8 +137,8 @@ class OffloadedStore:
         self.buffer.write(0, dense)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        kept = self.committed()
-        return {} if kept is None else {"slots": kept}
+        committed = self.committed()
+        return {} if committed is None else {"slots": committed}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.load_dense(state["slots"])

@@ -97,19 +97,19 @@ class QuantizedStore:
             return None
         return self._read(self.residual[:, :, : self.timeline.residual], self._lasting)
 
-    def _add(self, new: torch.Tensor) -> torch.Tensor:
-        """Add `new`; returns the unquantized tokens: the residual before the step, then `new`."""
+    def _add(self, added: torch.Tensor) -> torch.Tensor:
+        """Add `added`; returns the unquantized tokens: the residual before the step, then `added`."""
         timeline = self.timeline
-        timeline.bind_batch_size(new.shape[0])
+        timeline.bind_batch_size(added.shape[0])
         if self.residual is None:
-            self.residual = _empty(new, timeline.residual_room)
-        check_alike((self.residual.shape[1], self.residual.shape[3]), self.residual.dtype, new)
-        kept, encoding = timeline.residual, timeline.encoding
+            self.residual = _empty(added, timeline.residual_room)
+        check_alike((self.residual.shape[1], self.residual.shape[3]), self.residual.dtype, added)
+        residual_tokens, encoding = timeline.residual, timeline.encoding
         if encoding == 0:
-            self.residual[:, :, kept : kept + new.shape[2]] = new
-            exact = self.residual[:, :, : kept + new.shape[2]]
+            self.residual[:, :, residual_tokens : residual_tokens + added.shape[2]] = added
+            exact = self.residual[:, :, : residual_tokens + added.shape[2]]
         else:
-            exact = torch.cat([self.residual[:, :, :kept], new], dim=2) if kept else new
+            exact = torch.cat([self.residual[:, :, :residual_tokens], added], dim=2) if residual_tokens else added
             self._encode(exact[:, :, :encoding], timeline.encoded, timeline.blocks)
             self._next_residual = exact[:, :, encoding:].clone()
         return exact
@@ -118,15 +118,15 @@ class QuantizedStore:
         """Append whole blocks, from `slot` and `block` on. They are read once the timeline has committed them."""
         self._segments = None
         if self.timeline.evicted[0] >= self.timeline.encoded:  # nothing is read: see `OffloadedStore._write`
-            for known in self.parts.values():
-                known.has_changed()
-        for name, part in self.codec.encode(dense).items():
+            for reader in self.parts.values():
+                reader.has_changed()
+        for name, tensor in self.codec.encode(dense).items():
             begin = block if self.codec.per_block(name) else slot
-            room = max(_room(self.timeline, self.codec, name, self.timeline.room), begin + part.shape[2])
+            room = max(_room(self.timeline, self.codec, name, self.timeline.room), begin + tensor.shape[2])
             if name not in self.parts or self.parts[name].buffer.shape is None:
-                self._open(name, part, room)
+                self._open(name, tensor, room)
             self.parts[name].buffer.reserve(room, keep=begin)
-            self.parts[name].buffer.write(begin, part)
+            self.parts[name].buffer.write(begin, tensor)
 
     def _open(self, name: str, like: torch.Tensor, room: int) -> None:
         if name not in self.parts:
@@ -154,9 +154,9 @@ class QuantizedStore:
         key = (timeline.start, timeline.encoded, len(timeline.runs))
         if self._segments is not None and self._segments[0] == key:
             return self._segments[1].__iter__
-        parts = {name: part.read(*self.span(name, begin, block)) for name, part in self.parts.items()}
+        coded = {name: reader.read(*self.span(name, begin, block)) for name, reader in self.parts.items()}
         # Fixed now: the timeline may change before the returned function is called.
-        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, parts, like, attend)
+        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, coded, like, attend)
         if attend is None or begin < timeline.start or any(self.offloaded_buffers()):
             return segments
         self._segments = key, list(segments())
@@ -168,11 +168,11 @@ class QuantizedStore:
         begin: int,
         block: int,
         start: int,
-        parts: Parts,
+        coded: Parts,
         like: torch.Tensor,
         attend: Attend | None,
     ) -> Callable[[], Iterator[Segment]]:
-        """Decodes slots from `start` on, segment by segment. begin, block: the first slot and block in `parts`."""
+        """Decodes slots from `start` on, segment by segment. begin, block: the first slot and block in `coded`."""
         size, scratch = self.timeline.block, self.scratch
         longest = min(-(-_SEGMENT // size) * size, -(-self.timeline.room // size) * size)
         (rows, heads, _, width), dtype, device = like.shape, like.dtype, like.device
@@ -187,24 +187,24 @@ class QuantizedStore:
             for run in runs:
                 skipped = max(0, begin - run.first_slot)
                 while skipped < run.slots:  # a multiple of the block
-                    first, first_block = run.first_slot + skipped, run.block + skipped // size - block
-                    slots = min(size if first < start else longest, run.slots - skipped)
+                    slot, first_block = run.first_slot + skipped, run.block + skipped // size - block
+                    slots = min(size if slot < start else longest, run.slots - skipped)
                     ranges = {
                         True: (first_block, first_block + -(-slots // size)),
-                        False: (first - begin, first - begin + slots),
+                        False: (slot - begin, slot - begin + slots),
                     }
-                    chosen = {name: _between(part, *ranges[self.codec.per_block(name)]) for name, part in parts.items()}
+                    chosen = {name: _between(data, *ranges[self.codec.per_block(name)]) for name, data in coded.items()}
                     segment = self.codec.decode(chosen, partial(new_scratch, slots), attend)
                     # If the window begins inside a block, the slots before it are cut off.
                     yield (
-                        DenseSegment(segment.materialize()[:, :, start - first :].clone()) if first < start else segment
+                        DenseSegment(segment.materialize()[:, :, start - slot :].clone()) if slot < start else segment
                     )
                     skipped += slots
 
         return segments
 
     def _open_parts(self) -> list[tuple[str, _Part]]:
-        return [(name, part) for name, part in self.parts.items() if part.buffer.shape is not None]
+        return [(name, reader) for name, reader in self.parts.items() if reader.buffer.shape is not None]
 
     def span(self, name: str, begin: int, block: int) -> tuple[int, int]:
         """(begin, end) in a part's buffer of the slots from `begin` on, which are in blocks from `block` on."""
@@ -212,21 +212,21 @@ class QuantizedStore:
 
     def reserve(self, room: int) -> None:
         self._segments = None
-        for name, part in self._open_parts():
+        for name, reader in self._open_parts():
             slots = _room(self.timeline, self.codec, name, room)
-            part.buffer.reserve(slots, keep=self.span(name, 0, 0)[1])
+            reader.buffer.reserve(slots, keep=self.span(name, 0, 0)[1])
 
     def compact(self) -> None:
         self._segments = None
         slots, blocks = self.timeline.evicted
-        for name, part in self._open_parts():
-            part.buffer.shift(*self.span(name, slots, blocks))
-            part.has_changed()
+        for name, reader in self._open_parts():
+            reader.buffer.shift(*self.span(name, slots, blocks))
+            reader.has_changed()
 
     def commit(self, rejected: int) -> None:
         if self._next_residual is not None and self.residual is not None:
-            kept = max(0, self._next_residual.shape[2] - rejected)
-            self.residual[:, :, :kept] = self._next_residual[:, :, :kept]
+            residual_tokens = max(0, self._next_residual.shape[2] - rejected)
+            self.residual[:, :, :residual_tokens] = self._next_residual[:, :, :residual_tokens]
         self._next_residual = None
 
     def abort(self) -> None:
@@ -234,24 +234,24 @@ class QuantizedStore:
 
     def select_rows(self, index: torch.Tensor) -> None:
         self._segments = None
-        parts = self._open_parts()
-        changes = [part.buffer.prepare_select_rows(index, self.span(name, 0, 0)[1]) for name, part in parts]
+        readers = self._open_parts()
+        changes = [reader.buffer.prepare_select_rows(index, self.span(name, 0, 0)[1]) for name, reader in readers]
         if self.residual is not None:
             with always_writable():
                 self.residual = self.residual.index_select(0, index.to(self.residual.device))
         for change in changes:
             change()
-        for _, part in self._open_parts():
-            part.has_changed()
+        for _, reader in self._open_parts():
+            reader.has_changed()
 
     def reset(self) -> None:
         self.release()
 
     def release(self) -> None:
         self._segments = None
-        for part in self.parts.values():
-            part.buffer.clear()
-            part.has_changed()
+        for reader in self.parts.values():
+            reader.buffer.clear()
+            reader.has_changed()
         self.residual = self._next_residual = None
 
     def committed(self) -> torch.Tensor | None:
@@ -271,8 +271,8 @@ class QuantizedStore:
         if self.residual is None:
             return {}
         ends = {name: self.span(name, 0, 0)[1] for name in self.parts}
-        parts = {name: part.buffer.read(0, ends[name]) for name, part in self.parts.items() if ends[name]}
-        return parts | {"residual": self.residual[:, :, : self.timeline.residual]}
+        coded = {name: reader.buffer.read(0, ends[name]) for name, reader in self.parts.items() if ends[name]}
+        return coded | {"residual": self.residual[:, :, : self.timeline.residual]}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.reset()
@@ -280,23 +280,23 @@ class QuantizedStore:
         # The other store's residual may be longer than this store's: the next step quantizes the difference.
         self.residual = _empty(residual, max(self.timeline.residual_room, self.timeline.residual))
         self.residual[:, :, : self.timeline.residual] = residual[:, :, : self.timeline.residual]
-        for name, part in state.items():
+        for name, tensor in state.items():
             if name != "residual":
-                self._open(name, part, part.shape[2])
-                self.parts[name].buffer.write(0, part)
+                self._open(name, tensor, tensor.shape[2])
+                self.parts[name].buffer.write(0, tensor)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        for part in self.parts.values():
-            yield from part.buffer.tensors()
+        for reader in self.parts.values():
+            yield from reader.buffer.tensors()
         if self.residual is not None:
             yield self.residual
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
-        yield from (part.buffer for part in self.parts.values() if part.buffer.tier != "device")
+        yield from (reader.buffer for reader in self.parts.values() if reader.buffer.tier != "device")
 
 
-def _between(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    return part if end - begin == part.shape[2] else part[:, :, begin:end]
+def _between(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    return tensor if end - begin == tensor.shape[2] else tensor[:, :, begin:end]
 
 
 def _empty(like: torch.Tensor, slots: int) -> torch.Tensor:

@@ -43,26 +43,26 @@ class QuantizedSinkStore(QuantizedStore):
         segments = visible.segments
         return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), visible.base, new)
 
-    def _note_sinks(self, new: torch.Tensor, begin: int) -> None:
-        """Keep the sinks among `new` [rows, heads, tokens, width], which come after `begin` tokens of a text."""
-        self.sinks.make_room(new, len(new))
+    def _note_sinks(self, added: torch.Tensor, begin: int) -> None:
+        """Keep the sinks among `added` [rows, heads, tokens, width], which come after `begin` tokens of a text."""
+        self.sinks.make_room(added, len(added))
         originals = self.sinks.originals
         assert originals is not None
         if begin >= self.sinks.padding.most + self.sinks.count:
             return
-        slots = self.sinks.padding.of(len(new), new.device)[:, None] - begin
-        slots = slots + torch.arange(self.sinks.count, device=new.device)
-        known = ((slots >= 0) & (slots < new.shape[2]))[:, None, :, None]
-        slots = slots.clamp(0, new.shape[2] - 1)[:, None, :, None].expand_as(originals)
-        originals.copy_(torch.where(known, new.gather(2, slots), originals))
+        slots = self.sinks.padding.of(len(added), added.device)[:, None] - begin
+        slots = slots + torch.arange(self.sinks.count, device=added.device)
+        is_sink = ((slots >= 0) & (slots < added.shape[2]))[:, None, :, None]
+        slots = slots.clamp(0, added.shape[2] - 1)[:, None, :, None].expand_as(originals)
+        originals.copy_(torch.where(is_sink, added.gather(2, slots), originals))
 
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
-        kept = super().committed()
-        if kept is not None and self.timeline.evicted_tokens > self.sinks.padding.least and self.sinks.count:
-            front = kept[:, :, : self.sinks.count]
+        committed = super().committed()
+        if committed is not None and self.timeline.evicted_tokens > self.sinks.padding.least and self.sinks.count:
+            front = committed[:, :, : self.sinks.count]
             front.copy_(self.sinks.instead_of(front))
-        return kept
+        return committed
 
     def load_dense(self, dense: torch.Tensor) -> None:
         super().load_dense(dense)
@@ -75,11 +75,11 @@ class QuantizedSinkStore(QuantizedStore):
             self.sinks.originals[has_evicted] = dense[has_evicted, :, :count]
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        kept = {} if self.sinks.originals is None else {"sinks": self.sinks.originals}
-        return super().state_dict() | kept
+        sinks = {} if self.sinks.originals is None else {"sinks": self.sinks.originals}
+        return super().state_dict() | sinks
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        super().load_state_dict({name: part for name, part in state.items() if name != "sinks"})
+        super().load_state_dict({name: tensor for name, tensor in state.items() if name != "sinks"})
         self.sinks.originals = state["sinks"].clone() if "sinks" in state else None
 
     def select_rows(self, index: torch.Tensor) -> None:

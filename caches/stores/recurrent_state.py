@@ -44,20 +44,20 @@ class RecurrentState:
         """The state [rows, ...], which the caller may write in place; None before the first step."""
         return self._used(key) if key in self._known else None
 
-    def append_conv(self, new: torch.Tensor, number: int, kernel_size: int | None) -> torch.Tensor:
-        """Add `new` [rows, channels, tokens]; returns the convolution's input: the state before, then `new`.
+    def append_conv(self, added: torch.Tensor, number: int, kernel_size: int | None) -> torch.Tensor:
+        """Add `added` [rows, channels, tokens]; returns the convolution's input: the state before, then `added`.
 
-        kernel_size: tokens in the state; None if `new` is the state itself.
+        kernel_size: tokens in the state; None if `added` is the state itself.
         """
         key = (CONV, number)
-        size = new.shape[-1] if kernel_size is None else kernel_size
-        self.timeline.bind_batch_size(new.shape[0])
+        size = added.shape[-1] if kernel_size is None else kernel_size
+        self.timeline.bind_batch_size(added.shape[0])
         if key in self._known:
-            self._check_alike(key, new[..., :0], self._used(key)[..., :0])
-            inputs = torch.cat([self._used(key), new], dim=-1)
+            self._check_alike(key, added[..., :0], self._used(key)[..., :0])
+            inputs = torch.cat([self._used(key), added], dim=-1)
         else:
-            inputs = torch.nn.functional.pad(new, (max(0, size - new.shape[-1]), 0))
-        if kernel_size is not None and not self.timeline.graph and new.shape[-1] <= _PARTIAL_ROLLBACK:
+            inputs = torch.nn.functional.pad(added, (max(0, size - added.shape[-1]), 0))
+        if kernel_size is not None and not self.timeline.graph and added.shape[-1] <= _PARTIAL_ROLLBACK:
             self._conv_inputs[key] = inputs
         self.set(key, inputs[..., -size:])
         return inputs
@@ -128,9 +128,9 @@ class RecurrentState:
             self._rejected += tokens
             for key, inputs in self._conv_inputs.items():
                 state, end = self._used(key), inputs.shape[-1] - self._rejected
-                left = inputs[..., max(0, end - state.shape[-1]) : end]
-                state[..., : state.shape[-1] - left.shape[-1]] = 0
-                state[..., state.shape[-1] - left.shape[-1] :] = left
+                remaining = inputs[..., max(0, end - state.shape[-1]) : end]
+                state[..., : state.shape[-1] - remaining.shape[-1]] = 0
+                state[..., state.shape[-1] - remaining.shape[-1] :] = remaining
             self._last_step -= tokens
 
     def _has_all_inputs(self) -> bool:
@@ -160,20 +160,20 @@ class RecurrentState:
 
     def dense_state(self) -> dict[str, torch.Tensor]:
         """The committed states by names such as "conv 0", each [rows, ...]."""
-        return {f"{kind} {number}": self._used((kind, number)) for kind, number in sorted(self._known)}
+        return {f"{state} {number}": self._used((state, number)) for state, number in sorted(self._known)}
 
     def load_dense(self, content: dict[str, torch.Tensor]) -> None:
         """Replace the content by a `dense_state`."""
         self.reset()
         for name, value in content.items():
-            kind, number = name.split()
-            self.set((kind, int(number)), value)
+            state, number = name.split()
+            self.set((state, int(number)), value)
 
     def state_dict(self) -> dict[str, Any]:
         """The committed states and what a rollback of the last step needs."""
         states = {key: self._used(key) for key in self._known}
-        last = {"known before": self._known_before, "rejected": self._rejected, "last step": self._last_step}
-        return {"states": states, "saved": dict(self._saved), "conv inputs": dict(self._conv_inputs)} | last
+        last_step = {"known before": self._known_before, "rejected": self._rejected, "last step": self._last_step}
+        return {"states": states, "saved": dict(self._saved), "conv inputs": dict(self._conv_inputs)} | last_step
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the content by a `state_dict`; the last step can be rolled back as before."""
@@ -187,19 +187,19 @@ class RecurrentState:
     @staticmethod
     def agree(states: Sequence[RecurrentState]) -> None:
         """Call it before rows of `states` are joined: if their last steps differ, none can be rolled back."""
-        last = [
-            (one._last_step, one._rejected, one._known_before, frozenset(one._saved), frozenset(one._conv_inputs))
-            for one in states
+        last_steps = [
+            (item._last_step, item._rejected, item._known_before, frozenset(item._saved), frozenset(item._conv_inputs))
+            for item in states
         ]
-        if len(set(last)) > 1:
-            for one in states:
-                one._finalize_last_step()
-                one._known_before = one._known
-                one._saved.clear()
+        if len(set(last_steps)) > 1:
+            for item in states:
+                item._finalize_last_step()
+                item._known_before = item._known
+                item._saved.clear()
 
-    def numbered(self, kind: str) -> dict[int, torch.Tensor]:
+    def numbered(self, state: str) -> dict[int, torch.Tensor]:
         """The states of one kind, by their number in the layer."""
-        return {key[1]: self._used(key) for key in sorted(self._known) if key[0] == kind}
+        return {key[1]: self._used(key) for key in sorted(self._known) if key[0] == state}
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All memory, [rows, ...], the copies for a rollback included."""

@@ -54,8 +54,8 @@ class ForkedStore:
 
         def segments() -> Iterator[Segment]:
             yield from segments_of(prefix)
-            own = () if suffix is None else segments_of(suffix)
-            yield from (PerRowSegment(segment, rows_per_prefix) for segment in own) if rows_per_prefix > 1 else own
+            later = () if suffix is None else segments_of(suffix)
+            yield from (PerRowSegment(segment, rows_per_prefix) for segment in later) if rows_per_prefix > 1 else later
 
         tokens += 0 if suffix is None else suffix.shape[2]
         shape = (prompts * rows_per_prefix, heads, tokens, width)
@@ -78,12 +78,12 @@ class ForkedStore:
         raise StepError("prefix and suffix have other rows: select them in each of the `row_holders`")
 
     def reset(self) -> None:
-        for part in self.row_holders:
-            part.reset()
+        for store in self.row_holders:
+            store.reset()
 
     def release(self) -> None:
-        for part in self.row_holders:
-            part.release()
+        for store in self.row_holders:
+            store.release()
 
     def load_dense(self, dense: torch.Tensor) -> None:
         raise StepError("rows that share a prefix cannot be given other content: reset the cache")
@@ -92,9 +92,9 @@ class ForkedStore:
         return {"prefix": self.prefix.state_dict(), "suffix": self.suffix.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in (("prefix", self.prefix), ("suffix", self.suffix)):
+        for name, store in (("prefix", self.prefix), ("suffix", self.suffix)):
             if state[name]:
-                part.load_state_dict(state[name])
+                store.load_state_dict(state[name])
 
     def tensors(self) -> Iterator[torch.Tensor]:
         return chain(self.prefix.tensors(), self.suffix.tensors())

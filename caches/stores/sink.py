@@ -34,8 +34,8 @@ class LeftPadding:
     def take(self, counts: torch.Tensor | Sequence[int] | None) -> None:
         """Set the padding of every row; None: there is none."""
         self._counts = None if counts is None else as_tensor(counts).long()
-        known = [0] if self._counts is None else self._counts.tolist()
-        self.least, self.most = min(known), max(known)
+        values = [0] if self._counts is None else self._counts.tolist()
+        self.least, self.most = min(values), max(values)
 
     def select_rows(self, index: torch.Tensor) -> None:
         self._counts = None if self._counts is None else self._counts[index.to(self._counts.device)]
@@ -73,8 +73,8 @@ class Sinks:
     def delta(self, tokens: int, device: torch.device) -> torch.Tensor:
         """Tokens of its row that each of the next `tokens` can no longer attend to: LongTensor [rows, tokens]."""
         assert self.timeline.rows is not None
-        first = self.timeline.total_tokens + 1 - self._window
-        evicted = torch.arange(first, first + tokens, device=device)
+        first_token = self.timeline.total_tokens + 1 - self._window
+        evicted = torch.arange(first_token, first_token + tokens, device=device)
         return (evicted - self.padding.of(self.timeline.rows, device)[:, None]).clamp(min=0)
 
     def rotated(self, sinks: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -89,19 +89,19 @@ class Sinks:
             )
         return self.rotation.rotated(sinks, self.delta(tokens, sinks.device))
 
-    def found(self, kept: torch.Tensor) -> torch.Tensor:
+    def found(self, stored: torch.Tensor) -> torch.Tensor:
         """The sinks as they were fed [rows, heads, count, head_dim]; of rows that have none yet, any values.
 
-        kept: what the store keeps [rows, heads, tokens, head_dim], the open step included.
+        stored: what the store keeps [rows, heads, tokens, head_dim], the open step included.
         """
-        rows, heads, tokens, width = kept.shape
-        first = self.padding.of(rows, kept.device) - self.timeline.evicted_tokens
-        slots = first.clamp(min=0)[:, None] + torch.arange(self.count, device=kept.device)
+        rows, heads, tokens, width = stored.shape
+        first_slot = self.padding.of(rows, stored.device) - self.timeline.evicted_tokens
+        slots = first_slot.clamp(min=0)[:, None] + torch.arange(self.count, device=stored.device)
         slots = slots.clamp(max=tokens - 1)[:, None, :, None].expand(-1, heads, -1, width)
-        found = kept.gather(2, slots)
+        fed = stored.gather(2, slots)
         if self.originals is None:
-            return found
-        return torch.where((first < 0)[:, None, None, None], self.originals[:rows], found)
+            return fed
+        return torch.where((first_slot < 0)[:, None, None, None], self.originals[:rows], fed)
 
     def instead_of(self, front: torch.Tensor) -> torch.Tensor:
         """The sinks of rows that evicted tokens, and what others have in `front`, their first slots kept."""
@@ -109,12 +109,12 @@ class Sinks:
         has_evicted = self.padding.of(len(front), front.device) < self.timeline.evicted_tokens
         return torch.where(has_evicted[:, None, None, None], self.originals[: len(front)], front)
 
-    def take(self, kept: torch.Tensor, room_for_rows: int) -> None:
+    def take(self, stored: torch.Tensor, room_for_rows: int) -> None:
         """Keep the sinks among what a store keeps, before it evicts any."""
-        found = self.found(kept)
-        self.make_room(kept, room_for_rows)
+        sinks = self.found(stored)
+        self.make_room(stored, room_for_rows)
         assert self.originals is not None
-        self.originals[: len(found)] = found
+        self.originals[: len(sinks)] = sinks
 
     def make_room(self, like: torch.Tensor, rows: int) -> None:
         if self.originals is None or len(self.originals) < rows:
@@ -140,9 +140,9 @@ class SinkStore(FixedStore):
         """The first slots kept, as the next token has to read them. Changes nothing."""
         slots = self._slots()
         assert slots is not None
-        kept = super()._visible(slots)
-        behind = self.sinks.delta(1, kept.device)[:, :, None, None] > 0
-        return torch.where(behind, self.sinks.rotated(self.sinks.found(kept), 1), kept[:, :, : self.sinks.count])
+        stored = super()._visible(slots)
+        behind = self.sinks.delta(1, stored.device)[:, :, None, None] > 0
+        return torch.where(behind, self.sinks.rotated(self.sinks.found(stored), 1), stored[:, :, : self.sinks.count])
 
     def write_front(self, front: torch.Tensor) -> None:
         slots, start = self._slots(), self.timeline.start
@@ -169,8 +169,8 @@ class SinkStore(FixedStore):
             and self.buffer is not None
             and (slots := self._slots()) is not None
         ):
-            kept = slots[:, :, timeline.start : timeline.end + timeline.pending]
-            self.sinks.take(kept if self.overflow is None else self.overflow, len(self.buffer))
+            stored = slots[:, :, timeline.start : timeline.end + timeline.pending]
+            self.sinks.take(stored if self.overflow is None else self.overflow, len(self.buffer))
 
     def select_rows(self, index: torch.Tensor) -> None:
         originals = self.sinks.chosen(index)
@@ -184,11 +184,11 @@ class SinkStore(FixedStore):
 
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
-        kept = super().committed()
-        if kept is None or self.timeline.graph or self.timeline.evicted_tokens <= self.sinks.padding.least:
-            return kept
-        front, others = kept[:, :, : self.sinks.count], kept[:, :, self.sinks.count :]
-        return torch.cat([self.sinks.instead_of(front), others], dim=-2)
+        committed = super().committed()
+        if committed is None or self.timeline.graph or self.timeline.evicted_tokens <= self.sinks.padding.least:
+            return committed
+        front, later = committed[:, :, : self.sinks.count], committed[:, :, self.sinks.count :]
+        return torch.cat([self.sinks.instead_of(front), later], dim=-2)
 
     def load_dense(self, dense: torch.Tensor) -> None:
         super().load_dense(dense)

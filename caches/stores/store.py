@@ -82,29 +82,29 @@ class Store(Protocol):
         """The buffers that are not on the compute device."""
 
 
-def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, new: torch.Tensor) -> None:
-    """Raise `StepError` unless `new` [rows, heads, slots, width] has these heads, this width and data type."""
+def check_alike(heads_and_width: tuple[int, int], dtype: torch.dtype, added: torch.Tensor) -> None:
+    """Raise `StepError` unless `added` [rows, heads, slots, width] has these heads, this width and data type."""
     heads, width = heads_and_width
-    if (new.shape[1], new.shape[3]) != (heads, width) or new.dtype != dtype:
+    if (added.shape[1], added.shape[3]) != (heads, width) or added.dtype != dtype:
         raise StepError(
-            f"the layer has {heads} heads of size {width} in {dtype}, but the step has {new.shape[1]} heads of size "
-            f"{new.shape[3]} in {new.dtype}: a cache belongs to one model"
+            f"the layer has {heads} heads of size {width} in {dtype}, but the step has {added.shape[1]} heads of size "
+            f"{added.shape[3]} in {added.dtype}: a cache belongs to one model"
         )
 
 
 def chosen_rows(state: Any, index: torch.Tensor) -> Any:
     """A `state_dict` (tensors and nested dicts of them) with row `index[i]` as row i."""
     if isinstance(state, dict):
-        return {name: chosen_rows(part, index) for name, part in state.items()}
+        return {name: chosen_rows(value, index) for name, value in state.items()}
     return state.index_select(0, index.to(state.device)) if _has_rows(state) else state
 
 
 def joined_rows(states: Sequence[Any]) -> Any:
     """One `state_dict` with the rows of all `states`, which have to be of the same tokens."""
-    first = states[0]
-    if isinstance(first, dict):
-        return {name: joined_rows([state[name] for state in states]) for name in first}
-    return torch.cat(list(states)) if _has_rows(first) else first
+    first_state = states[0]
+    if isinstance(first_state, dict):
+        return {name: joined_rows([state[name] for state in states]) for name in first_state}
+    return torch.cat(list(states)) if _has_rows(first_state) else first_state
 
 
 def _has_rows(value: Any) -> bool:

@@ -96,17 +96,17 @@ class BlockTimeline(Timeline):
     def _evict_front(self, slots: int, blocks: int) -> None:
         runs = []
         for run in self.runs:
-            left = min(run.slots, run.first_slot + run.slots - slots)
-            if left > 0:
-                runs.append(BlockRun(max(0, run.first_slot - slots), max(0, run.block - blocks), left))
+            remaining = min(run.slots, run.first_slot + run.slots - slots)
+            if remaining > 0:
+                runs.append(BlockRun(max(0, run.first_slot - slots), max(0, run.block - blocks), remaining))
         self.runs = runs
         self.start, self.end, self.encoded = self.start - slots, self.end - slots, self.encoded - slots
 
     def commit(self, rejected: int = 0) -> None:
         if self.encoding:
-            last = self.runs[-1] if self.runs else None
-            if last is not None and last.slots % self.block == 0:
-                self.runs[-1] = BlockRun(last.first_slot, last.block, last.slots + self.encoding)
+            run = self.runs[-1] if self.runs else None
+            if run is not None and run.slots % self.block == 0:
+                self.runs[-1] = BlockRun(run.first_slot, run.block, run.slots + self.encoding)
             else:
                 self.runs.append(BlockRun(self.encoded, self.blocks, self.encoding))
             self.encoded += self.encoding

@@ -108,8 +108,8 @@ class ForkedTimeline(Timeline):
         return *self.prefix.layout, *self.suffix.layout
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {"prefix": self.prefix.state_dict(), "suffix": self.suffix.state_dict()}
-        return parts | {"rows_per_prefix": self.rows_per_prefix}
+        timelines = {"prefix": self.prefix.state_dict(), "suffix": self.suffix.state_dict()}
+        return timelines | {"rows_per_prefix": self.rows_per_prefix}
 
     def load_state_dict(self, state: dict[str, Any], rows: int) -> None:
         rows_per_prefix = state["rows_per_prefix"]

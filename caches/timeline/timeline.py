@@ -138,14 +138,14 @@ class Timeline:
             self.frozen = 0
         self.room = room
 
-    def read_from(self, other: Timeline, takes_room: bool) -> None:
-        """Share the buffers of `other`, whose state this timeline already has.
+    def read_from(self, source: Timeline, takes_room: bool) -> None:
+        """Share the buffers of `source`, whose state this timeline already has.
 
-        takes_room: from now on this timeline may write into their free slots, and `other` may not; False: as before,
-        only `other` may.
+        takes_room: from now on this timeline may write into their free slots, and `source` may not; False: as before,
+        only `source` may.
         """
-        self.room, self.frozen = other.room if takes_room else self.end, self.end
-        other.frozen = sys.maxsize if takes_room else max(other.frozen, other.end)
+        self.room, self.frozen = source.room if takes_room else self.end, self.end
+        source.frozen = sys.maxsize if takes_room else max(source.frozen, source.end)
 
     def before_rows(self, index: torch.Tensor) -> None:
         """Called before rows are selected. index: LongTensor [new rows]."""
@@ -270,5 +270,5 @@ class Timeline:
             if self.clock is not None and self.retention.bound is not None and torch.compiler.is_compiling():
                 return self.room, self.clock - self._decode_index[self.clock.device]
             return self.room, 0 if self.retention.bound is None else self.total_tokens - self.end
-        kept = self.retention.surviving(self.kept_tokens + uncommitted)
-        return kept + tokens, self.total_tokens + uncommitted - kept
+        surviving = self.retention.surviving(self.kept_tokens + uncommitted)
+        return surviving + tokens, self.total_tokens + uncommitted - surviving

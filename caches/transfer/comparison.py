@@ -45,22 +45,22 @@ class KeptTokens:
         Encoded tokens may differ by twice the rounding error of their codec on `expected`.
         """
         end = begin + expected.shape[2]
-        kept = self.kept[:, :, begin:end].to(expected.device)
-        if kept.shape != expected.shape:
+        content = self.kept[:, :, begin:end].to(expected.device)
+        if content.shape != expected.shape:
             raise UnknownContentError(
                 f"its first layer holds {_shape(self.kept)}, where this model has {_shape(expected)} of {end - begin} "
                 "tokens: it was filled by another model"
             )
-        narrow = min(kept.dtype, expected.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
+        narrow = min(content.dtype, expected.dtype, key=lambda dtype: -torch.finfo(dtype).eps)
         wide = torch.promote_types(expected.dtype, torch.float32)
-        expected, kept = expected.to(wide), kept.to(wide)
+        expected, content = expected.to(wide), content.to(wide)
         allowed = _TOLERANCES.get(narrow, _TOLERANCE) * _norms(expected)
         if self.codec is not None:
             rounding = _TIMES_ROUNDING * _norms(_rounded(self.codec, expected.to(self.kept.dtype)).to(wide) - expected)
             tokens = torch.arange(begin, end, device=rounding.device)
             is_later = (tokens >= self.later.start) & (tokens < self.later.stop)
             allowed += rounding * ((tokens < self.exact) | is_later)
-        return ~(_norms(kept - expected) <= allowed)  # True for NaN too
+        return ~(_norms(content - expected) <= allowed)  # True for NaN too
 
 
 def first_layer(cache: EngineCache) -> list[tuple[KeptTokens, KeptTokens]]:
@@ -70,34 +70,34 @@ def first_layer(cache: EngineCache) -> list[tuple[KeptTokens, KeptTokens]]:
     there, `StepError` while a step is open.
     """
     if isinstance(cache, HFCacheAdapter):
-        return [_of_transformers(cache, part) for part in cache.sections]
+        return [_of_transformers(cache, section) for section in cache.sections]
     if not can_migrate(cache):
         raise UnknownContentError(f"a {type(cache).__name__} does not say what its first layer holds")
     cache.crop(0)  # commits the step of another loop
-    for part in cache.parts:
-        part.finish_step()
-    return [_of_ours(part) for part in cache.parts]
+    for section in cache.parts:
+        section.finish_step()
+    return [_of_ours(section) for section in cache.parts]
 
 
-def _of_ours(part: Cache) -> tuple[KeptTokens, KeptTokens]:
-    layer = part.layers[0] if part.layers else None
+def _of_ours(cache: Cache) -> tuple[KeptTokens, KeptTokens]:
+    layer = cache.layers[0] if cache.layers else None
     if not isinstance(layer, Layer) or "keys" not in layer.stores:
         raise UnknownContentError(
             "its first layer keeps no keys" + ("" if layer is None else f" ({layer.spec.layer_type})")
         )
-    if layer.keys is None or layer.timeline.kept_tokens < part.total_tokens:
+    if layer.keys is None or layer.timeline.kept_tokens < cache.total_tokens:
         raise UnknownContentError(
-            f"its first layer holds the last {layer.timeline.kept_tokens} of {part.total_tokens} tokens"
+            f"its first layer holds the last {layer.timeline.kept_tokens} of {cache.total_tokens} tokens"
         )
     return _content(layer, "keys"), _content(layer, "values")
 
 
 def _content(layer: Layer, name: str) -> KeptTokens:
     store = layer.stores[name]
-    kept = store.committed()
-    assert kept is not None
+    stored = store.committed()
+    assert stored is not None
     if not store.is_quantized:
-        return KeptTokens(plain(kept))
+        return KeptTokens(plain(stored))
     codec = getattr(getattr(store, "prefix", store), "codec", None)
     bits = getattr(codec, "bits", None)
     if bits is None:
@@ -106,24 +106,24 @@ def _content(layer: Layer, name: str) -> KeptTokens:
         raise UnknownContentError("codes of 1 bit do not distinguish tokens")
     timeline = layer.timeline
     if not isinstance(timeline, ForkedTimeline):
-        return KeptTokens(plain(kept), codec, _encoded(timeline))
+        return KeptTokens(plain(stored), codec, _encoded(timeline))
     begin = timeline.prefix.kept_tokens
-    return KeptTokens(plain(kept), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
+    return KeptTokens(plain(stored), codec, _encoded(timeline.prefix), range(begin, begin + _encoded(timeline.suffix)))
 
 
 def _encoded(timeline: Timeline) -> int:
     return getattr(timeline, "encoded", timeline.kept_tokens)
 
 
-def _of_transformers(cache: HFCacheAdapter, part: Any) -> tuple[KeptTokens, KeptTokens]:
-    layer = part.layers[0] if part.layers else None
+def _of_transformers(cache: HFCacheAdapter, section: Any) -> tuple[KeptTokens, KeptTokens]:
+    layer = section.layers[0] if section.layers else None
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     if layer is None or not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
         raise UnknownContentError("its first layer keeps no keys")
     total_tokens = int(layer.get_seq_length())
     if isinstance(layer, StaticLayer) and total_tokens <= keys.shape[2]:
         keys, values = keys[:, :, :total_tokens], values[:, :, :total_tokens]
-    is_own = part is cache.sections[0]
+    is_own = section is cache.sections[0]
     if keys.ndim != 4 or keys.shape[2] != total_tokens or (is_own and total_tokens != cache.total_tokens):
         raise UnknownContentError(
             f"its first layer ({type(layer).__name__}) does not hold all {total_tokens} tokens in full"
@@ -148,5 +148,5 @@ def _rounded(codec: Any, values: torch.Tensor) -> torch.Tensor:
     return segment.materialize()[:, :, :tokens]
 
 
-def _shape(kept: torch.Tensor) -> str:
-    return f"{kept.shape[0]} rows of {kept.shape[1]} heads of {kept.shape[3]} elements"
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.shape[0]} rows of {tensor.shape[1]} heads of {tensor.shape[3]} elements"

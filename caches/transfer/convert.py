@@ -34,19 +34,19 @@ def convert(cache: C, name: str, **options: object) -> C:
     `UnsupportedLayerError` where it cannot keep such layers.
     """
     empty = empty_for(cache, recipe(name).options.from_dict(options))
-    for new, old in zip(empty.parts, cache.parts, strict=True):
-        old.crop(0)  # commits the step of another loop
-        if old.batch_size != -1:
-            kept = [
+    for target, source in zip(empty.parts, cache.parts, strict=True):
+        source.crop(0)  # commits the step of another loop
+        if source.batch_size != -1:
+            committed_tokens = [
                 layer.timeline.kept_tokens if isinstance(layer, Layer) and layer.stores else None
-                for layer in old.layers
+                for layer in source.layers
             ]
-            for one, other in zip(old.layers, new.layers, strict=True):
-                check_sinks(one.timeline, other.timeline)
-            contents = (layer.dense_state() for layer in old.layers)  # of codes and files, copies
-            hook_state = old.stack.hook.state_dict(old.batch_size)
-            new.stack.load_dense(old.total_tokens, old.batch_size, kept, contents, hook_state)
-            new.log = old.log
+            for giver, taker in zip(source.layers, target.layers, strict=True):
+                check_sinks(giver.timeline, taker.timeline)
+            contents = (layer.dense_state() for layer in source.layers)  # of codes and files, copies
+            hook_state = source.stack.hook.state_dict(source.batch_size)
+            target.stack.load_dense(source.total_tokens, source.batch_size, committed_tokens, contents, hook_state)
+            target.log = source.log
     return empty
 
 
@@ -72,13 +72,14 @@ def load(
     return loaded
 
 
-def check_sinks(old: Timeline, new: Timeline) -> None:
+def check_sinks(source: Timeline, target: Timeline) -> None:
     """Raise `StepError` where one keeps the first tokens of a text whose window has moved, and the other does not."""
-    counts = [getattr(timeline.retention, "sinks", 0) for timeline in (old, new)]
-    if old.evicted_tokens and new.retention.bound is not None and counts[0] != counts[1]:
+    counts = [getattr(timeline.retention, "sinks", 0) for timeline in (source, target)]
+    if source.evicted_tokens and target.retention.bound is not None and counts[0] != counts[1]:
         raise StepError(
-            f"after {old.total_tokens} tokens the cache has a window and the first {counts[0]} tokens of each row, and "
-            f"the other backend keeps the first {counts[1]}: give it the same num_sink_tokens, or read the text again"
+            f"after {source.total_tokens} tokens the cache has a window and the first {counts[0]} tokens of each row, "
+            f"and the other backend keeps the first {counts[1]}: give it the same num_sink_tokens, or read the text "
+            "again"
         )
 
 

@@ -37,25 +37,25 @@ class Buffers(torch.nn.Module):
 
         See `places` for the arguments.
         """
-        given: list[tuple[_Place, torch.Tensor]] = [(slot, self.get_buffer(name)) for name, slot in self._slots.items()]
+        pairs: list[tuple[_Place, torch.Tensor]] = [(slot, self.get_buffer(name)) for name, slot in self._slots.items()]
         for group, timeline in enumerate(self._cache.stack.timelines):
-            given.append(((vars(timeline), "clock"), seen))
+            pairs.append(((vars(timeline), "clock"), seen))
             index = timeline._decode_index
-            given += [((index, device), write_index[group : group + 1]) for device in index]
-        with _exchanged(given):
+            pairs += [((index, device), write_index[group : group + 1]) for device in index]
+        with _exchanged(pairs):
             yield self._cache
 
 
 @contextmanager
-def _exchanged(given: Sequence[tuple[_Place, Any]]) -> Iterator[None]:
+def _exchanged(pairs: Sequence[tuple[_Place, Any]]) -> Iterator[None]:
     """Other values at these places."""
-    kept = [kept_in[key] for (kept_in, key), _ in given]
+    previous = [kept_in[key] for (kept_in, key), _ in pairs]
     try:
-        for (kept_in, key), value in given:
+        for (kept_in, key), value in pairs:
             kept_in[key] = value
         yield
     finally:
-        for ((kept_in, key), _), value in zip(given, kept, strict=True):
+        for ((kept_in, key), _), value in zip(pairs, previous, strict=True):
             kept_in[key] = value
 
 
@@ -73,5 +73,5 @@ def _slots(cache: Cache) -> Iterator[tuple[str, _Place]]:
             if isinstance(store, FixedStore) and store.buffer is not None:
                 yield f"layer_{index}_{name}", (vars(store), "buffer")
         if layer.state is not None:
-            for kind, number in layer.state._states:
-                yield f"layer_{index}_{kind}_{number}", (layer.state._states, (kind, number))
+            for state_type, number in layer.state._states:
+                yield f"layer_{index}_{state_type}_{number}", (layer.state._states, (state_type, number))

@@ -44,16 +44,16 @@ def migrate(cache: C, name: str, **options: Any) -> C:
     chosen = recipe(name).options
     if _OF_A_CODEC.isdisjoint(options):
         options = _codec_of(cache, chosen) | options
-    new = empty_for(cache, chosen.from_dict(options))
-    steps = [step for parts in zip(cache.parts, new.parts, strict=True) for step in _steps(*parts)]
+    target = empty_for(cache, chosen.from_dict(options))
+    steps = [step for pair in zip(cache.parts, target.parts, strict=True) for step in _steps(*pair)]
     carry_out([cache], steps, "moving")
-    return new
+    return target
 
 
-def carry_out(givers: Sequence[Any], steps: Sequence[TensorMigration], what: str) -> None:
+def carry_out(givers: Sequence[Any], steps: Sequence[TensorMigration], verb: str) -> None:
     """Apply all of them, in their order, and leave `givers` empty; or none, then `givers` hold what they held.
 
-    what: is done with the caches, in words.
+    verb: what is done with the caches, in words.
     """
     done: list[TensorMigration] = []
     failure: BaseException | None = None
@@ -71,7 +71,7 @@ def carry_out(givers: Sequence[Any], steps: Sequence[TensorMigration], what: str
         traceback.clear_frames(failure.__traceback__)  # they refer to what was being moved
         for half_done in steps[len(done) : len(done) + 1]:
             half_done.release()
-        _bring_back(givers, done, failure, what)
+        _bring_back(givers, done, failure, verb)
         raise failure
     finally:
         del failure  # which has this frame in its traceback
@@ -79,10 +79,10 @@ def carry_out(givers: Sequence[Any], steps: Sequence[TensorMigration], what: str
 
 def _codec_of(cache: C, options: type[Any]) -> dict[str, Any]:
     """The options by which `cache` quantizes, for a backend that has such options."""
-    own = cache.stacks[0].layout.config if can_migrate(cache) else None
-    if not isinstance(own, QuantizedCacheConfig) or not issubclass(options, QuantizedCacheConfig):
+    config = cache.stacks[0].layout.config if can_migrate(cache) else None
+    if not isinstance(config, QuantizedCacheConfig) or not issubclass(options, QuantizedCacheConfig):
         return {}
-    return {name: getattr(own, name) for name in (*_OF_A_CODEC, "residual_length")}
+    return {name: getattr(config, name) for name in (*_OF_A_CODEC, "residual_length")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +137,11 @@ class _HolderPair:
 
 @contextmanager
 def _rows_of(timeline: Timeline, rows: int | None) -> Iterator[None]:
-    before, timeline.rows = timeline.rows, rows
+    previous, timeline.rows = timeline.rows, rows
     try:
         yield
     finally:
-        timeline.rows = before
+        timeline.rows = previous
 
 
 def _hand_over(giver: TensorHolder, taker: TensorHolder, as_encoded: bool, index: torch.Tensor | None) -> None:
@@ -150,13 +150,13 @@ def _hand_over(giver: TensorHolder, taker: TensorHolder, as_encoded: bool, index
         if state:  # else no step used it
             taker.load_state_dict(state if index is None else chosen_rows(state, index))
         return
-    kept = cast(Store, giver).committed()  # states and transformers' layers are taken as they are
-    if kept is not None:
-        kept = plain(kept)
-        cast(Store, taker).load_dense(kept if index is None else chosen_rows(kept, index))
+    content = cast(Store, giver).committed()  # states and transformers' layers are taken as they are
+    if content is not None:
+        content = plain(content)
+        cast(Store, taker).load_dense(content if index is None else chosen_rows(content, index))
 
 
-def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: BaseException, what: str) -> None:
+def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: BaseException, verb: str) -> None:
     back = {id(step.old) for step in done if step.gives_up}
     try:
         while done:
@@ -166,102 +166,104 @@ def _bring_back(givers: Sequence[Any], done: list[TensorMigration], failure: Bas
         for cache in givers:
             cache.release()
         raise StepError(
-            f"{what} the {givers[0].name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back "
+            f"{verb} the {givers[0].name} cache failed ({type(failure).__name__}: {failure}), and so did bringing back "
             f"what had been moved ({type(error).__name__}: {error}): it is empty, all tokens have to be read again"
         ) from failure
-    for part in (part for cache in givers for part in cache.parts):
-        left = part.selection.rows_left()
-        left[:] = [(one, index) for one, index in left if id(one) not in back]
+    for section in (section for cache in givers for section in cache.parts):
+        waiting = section.selection.rows_left()
+        waiting[:] = [(holder, index) for holder, index in waiting if id(holder) not in back]
 
 
-def _steps(old: Cache, new: Cache) -> list[TensorMigration]:
-    """What there is to move to `new`, which is set to hold it. Raises before any change is visible."""
-    selection = old.selection
+def _steps(source: Cache, target: Cache) -> list[TensorMigration]:
+    """What there is to move to `target`, which is set to hold it. Raises before any change is visible."""
+    selection = source.selection
     if not selection.is_pending:
-        old.crop(0)  # commits the step of another loop
-    if old.batch_size == -1:
+        source.crop(0)  # commits the step of another loop
+    if source.batch_size == -1:
         return []
     waiting = {id(holder): index for holder, index in selection.rows_left()}  # from here on shared prefixes are known
-    for timeline in new.stack.timelines:
+    for timeline in target.stack.timelines:
         timeline.bind_batch_size(selection.rows_to_come)
-    if not _can_share(old, new):
-        old.finish()
-        old.unshare()
+    if not _can_share(source, target):
+        source.finish()
+        source.unshare()
         waiting = {}
-        if not _can_share(old, new):
+        if not _can_share(source, target):
             raise StepError(
-                f"the {old.name} cache encoded tokens after its rows were forked, and a {new.name} cache that evicts "
-                "what is out of a window has no place for them: convert() it, which decodes everything first"
+                f"the {source.name} cache encoded tokens after its rows were forked, and a {target.name} cache that "
+                "evicts what is out of a window has no place for them: convert() it, which decodes everything first"
             )
-    for one, other in _groups(old, new):
-        check_sinks(one, other)
-    new.sharing.share_like(old.stack.timelines)
-    hook_state = old.stack.hook.state_dict(old.batch_size)
-    for holder in old.stack.hook.row_holders():
+    for giver, taker in _groups(source, target):
+        check_sinks(giver, taker)
+    target.sharing.share_like(source.stack.timelines)
+    hook_state = source.stack.hook.state_dict(source.batch_size)
+    for holder in source.stack.hook.row_holders():
         hook_state = chosen_rows(hook_state, waiting[id(holder)]) if id(holder) in waiting else hook_state
-    new.stack.hook.load_state_dict(hook_state)
+    target.stack.hook.load_state_dict(hook_state)
     holders = [
         pair
-        for one, other in zip(old.layers, new.layers, strict=True)
-        for pair in zip(one.row_holders(), other.row_holders(), strict=True)
+        for giver, taker in zip(source.layers, target.layers, strict=True)
+        for pair in zip(giver.row_holders(), taker.row_holders(), strict=True)
     ]
     alike = _alike(holders)
-    for one, other in _groups(old, new):
-        adopt(other, one, selection.rows_to_come, alike)
-    old.scratch.release()
-    compact(old.stack, new.stack)
-    new.log = selection.log_to_come
-    new.selection.defer_merge()
+    for giver, taker in _groups(source, target):
+        adopt(taker, giver, selection.rows_to_come, alike)
+    source.scratch.release()
+    compact(source.stack, target.stack)
+    target.log = selection.log_to_come
+    target.selection.defer_merge()
     return [
         _HolderPair(
-            one,
-            other,
-            one.storage_format == other.storage_format and (one.storage_format is None or alike[other.timeline]),
-            waiting.get(id(one)),
+            giver,
+            taker,
+            giver.storage_format == taker.storage_format and (giver.storage_format is None or alike[taker.timeline]),
+            waiting.get(id(giver)),
         ).step()
-        for one, other in holders
+        for giver, taker in holders
     ]
 
 
-def _can_share(old: Cache, new: Cache) -> bool:
+def _can_share(source: Cache, target: Cache) -> bool:
     """Whether rows can share prefixes wherever they do."""
-    return all(new.sharing.can_share(other) for one, other in _groups(old, new) if isinstance(one, ForkedTimeline))
+    return all(
+        target.sharing.can_share(taker) for giver, taker in _groups(source, target) if isinstance(giver, ForkedTimeline)
+    )
 
 
-def _groups(old: Cache, new: Cache) -> list[tuple[Timeline, Timeline]]:
+def _groups(source: Cache, target: Cache) -> list[tuple[Timeline, Timeline]]:
     """The timelines of the same group of layers, which has the same attention span, whatever the backend."""
-    return list(zip(old.stack.timelines, new.stack.timelines, strict=True))
+    return list(zip(source.stack.timelines, target.stack.timelines, strict=True))
 
 
 def _alike(holders: list[tuple[TensorHolder, TensorHolder]]) -> dict[Timeline, bool]:
     """Of the new timelines, whether all that follows them can be taken as it is encoded."""
     alike: dict[Timeline, bool] = {}
-    for old, new in holders:
-        same = old.storage_format == new.storage_format and type(old.timeline) is type(new.timeline)
-        same &= old.timeline.retention == new.timeline.retention
-        alike[new.timeline] = alike.get(new.timeline, True) and same
+    for giver, taker in holders:
+        is_alike = giver.storage_format == taker.storage_format and type(giver.timeline) is type(taker.timeline)
+        is_alike &= giver.timeline.retention == taker.timeline.retention
+        alike[taker.timeline] = alike.get(taker.timeline, True) and is_alike
     return alike
 
 
-def adopt(new: Timeline, old: Timeline, rows: int, alike: Mapping[Timeline, bool] | None = None) -> None:
-    """Let `new` count what `old` does, for `rows`. alike: see `_alike`; None where all is taken as it is encoded."""
-    if isinstance(old, ForkedTimeline):
-        assert isinstance(new, ForkedTimeline)
-        prompts, rows_per_prefix = old.rows_to_come(rows)
-        adopt(new.prefix, old.prefix, prompts, alike)
-        adopt(new.suffix, old.suffix, rows, alike)
-        new.adopt_parts(rows_per_prefix)
-    elif alike is None or alike.get(new):
-        new.load_state_dict(old.state_dict(), rows)
+def adopt(target: Timeline, source: Timeline, rows: int, alike: Mapping[Timeline, bool] | None = None) -> None:
+    """Let `target` count what `source` does, for `rows`. alike: see `_alike`; None where all is taken as encoded."""
+    if isinstance(source, ForkedTimeline):
+        assert isinstance(target, ForkedTimeline)
+        prompts, rows_per_prefix = source.rows_to_come(rows)
+        adopt(target.prefix, source.prefix, prompts, alike)
+        adopt(target.suffix, source.suffix, rows, alike)
+        target.adopt_parts(rows_per_prefix)
+    elif alike is None or alike.get(target):
+        target.load_state_dict(source.state_dict(), rows)
     else:
-        new.adopt(old.total_tokens, old.kept_tokens, rows)
+        target.adopt(source.total_tokens, source.kept_tokens, rows)
 
 
-def compact(old: LayerStack, new: LayerStack) -> None:
+def compact(source: LayerStack, target: LayerStack) -> None:
     """Move what is kept to the front of the buffers: what comes back after a failure is put there."""
-    moved = [timeline for timeline in old.timelines if timeline.start]
-    for layer in old.layers:
+    moved = [timeline for timeline in source.timelines if timeline.start]
+    for layer in source.layers:
         if layer.timeline in moved:
             layer.compact()
-    for timeline in (*moved, *(timeline for timeline in new.timelines if timeline.start)):
+    for timeline in (*moved, *(timeline for timeline in target.timelines if timeline.start)):
         timeline.compact()

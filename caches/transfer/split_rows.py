@@ -24,8 +24,8 @@ class SplitCache:
     max_rows = None
     why_not_compiled = "its rows are computed part after part"
 
-    def __init__(self, parts: Sequence[EngineCache], sizes: Sequence[int]):
-        self.parts, self.sizes, self.name = list(parts), list(sizes), parts[0].name
+    def __init__(self, caches: Sequence[EngineCache], sizes: Sequence[int]):
+        self.parts, self.sizes, self.name = list(caches), list(sizes), caches[0].name
         self.log: TokenLog | None = None
         self._waiting: list[tuple[EngineCache, Callable[[], None]]] = []  # parts whose rows are still to be selected
         self._is_given_up = False
@@ -34,14 +34,14 @@ class SplitCache:
     def capabilities(self) -> Capabilities:
         return Capabilities(can_split=True, can_predict=True, is_quantized=capabilities(self.parts[0]).is_quantized)
 
-    def replace_by(self, part: EngineCache, others: Sequence[EngineCache], sizes: Sequence[int]) -> None:
-        """Put the caches `others`, of `sizes` rows each, in the place of `part`."""
-        number = next(number for number, one in enumerate(self.parts) if one is part)
-        self.parts[number : number + 1], self.sizes[number : number + 1] = others, sizes
+    def replace_by(self, cache: EngineCache, replacements: Sequence[EngineCache], sizes: Sequence[int]) -> None:
+        """Put `replacements`, of `sizes` rows each, in the place of `cache`."""
+        number = next(number for number, candidate in enumerate(self.parts) if candidate is cache)
+        self.parts[number : number + 1], self.sizes[number : number + 1] = replacements, sizes
 
-    def replace(self, number: int, part: EngineCache) -> None:
-        """Put `part` in the place of the part with that number."""
-        self.parts[number] = part
+    def replace(self, number: int, cache: EngineCache) -> None:
+        """Put `cache` in the place of the part with that number."""
+        self.parts[number] = cache
         self.name = self.parts[0].name
 
     @property
@@ -50,11 +50,11 @@ class SplitCache:
 
     @property
     def total_tokens(self) -> int:
-        return min(part.total_tokens for part in self.parts)
+        return min(cache.total_tokens for cache in self.parts)
 
     @property
     def batch_size(self) -> int:
-        return -1 if any(part.batch_size == -1 for part in self.parts) else sum(self.sizes)
+        return -1 if any(cache.batch_size == -1 for cache in self.parts) else sum(self.sizes)
 
     @property
     def max_tokens(self) -> int | None:
@@ -62,41 +62,41 @@ class SplitCache:
 
     @property
     def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
+        return sum(cache.bytes for cache in self.parts)
 
     @property
     def device_bytes(self) -> int:
-        return sum(part.device_bytes for part in self.parts)
+        return sum(cache.device_bytes for cache in self.parts)
 
     def growth(self, tokens: int) -> int:
         """How many bytes more it will take of the device when there is room for `tokens` more."""
-        return sum(part.growth(tokens) for part in self.parts if can_predict(part))
+        return sum(cache.growth(tokens) for cache in self.parts if can_predict(cache))
 
     @property
     def rows_of_parts(self) -> Iterator[tuple[slice, EngineCache]]:
         """The parts, each with the rows that it has."""
         end = 0
-        for part, size in zip(self.parts, self.sizes, strict=True):
+        for cache, size in zip(self.parts, self.sizes, strict=True):
             begin, end = end, end + size
-            yield slice(begin, end), part
+            yield slice(begin, end), cache
 
     def check_fits(self, model_config: object) -> None:
-        for part in self.parts:
-            part.check_fits(model_config)
+        for cache in self.parts:
+            cache.check_fits(model_config)
 
     def begin(self, tokens: int, graph: bool = False) -> None:
         raise StepError("rows that are split are computed part after part: begin a step of each part")
 
     def can_reject(self, rejected: int) -> bool:
-        return all(part.can_reject(rejected) for part in self.parts)
+        return all(cache.can_reject(rejected) for cache in self.parts)
 
     def commit(self, rejected: int = 0) -> None:
-        for part in self.parts:
-            part.commit(rejected)
+        for cache in self.parts:
+            cache.commit(rejected)
 
     def abort(self) -> None:
-        for part in self.parts:
-            part.abort()
+        for cache in self.parts:
+            cache.abort()
 
     def select_rows(self, index: torch.Tensor) -> None:
         owners = torch.bucketize(index, torch.tensor(self.sizes, device="cpu").cumsum(0), right=True)
@@ -104,14 +104,14 @@ class SplitCache:
             raise StepError(f"select_rows({index.tolist()}) would move rows between parts of {self.sizes}")
         begins = torch.tensor([0, *self.sizes], device="cpu").cumsum(0)
         chosen = [index[owners == number] - begins[number] for number in range(len(self.parts))]
-        kept = [(part, own) for part, own in zip(self.parts, chosen, strict=True) if len(own)]
-        self.parts, self.sizes = [part for part, _ in kept], [len(own) for _, own in kept]
-        self._waiting = [(part, partial(part.select_rows, own)) for part, own in kept]
+        selected = [(cache, rows) for cache, rows in zip(self.parts, chosen, strict=True) if len(rows)]
+        self.parts, self.sizes = [cache for cache, _ in selected], [len(rows) for _, rows in selected]
+        self._waiting = [(cache, partial(cache.select_rows, rows)) for cache, rows in selected]
         self.finish()
 
     def fork(self, times: int) -> None:
         self.sizes = [size * times for size in self.sizes]
-        self._waiting = [(part, partial(part.fork, times)) for part in self.parts]
+        self._waiting = [(cache, partial(cache.fork, times)) for cache in self.parts]
         self.finish()
 
     @property
@@ -120,25 +120,25 @@ class SplitCache:
 
     def finish(self) -> None:
         while self._waiting:
-            part, select = self._waiting[0]
-            if part.unfinished:
-                part.finish()
+            cache, select = self._waiting[0]
+            if cache.unfinished:
+                cache.finish()
             else:
                 select()
             del self._waiting[0]
 
     def crop(self, tokens: int) -> None:
-        for part in self.parts:
-            part.crop(tokens)
+        for cache in self.parts:
+            cache.crop(tokens)
 
     def reserve(self, tokens: int) -> None:
-        for part in self.parts:
-            part.reserve(tokens)
+        for cache in self.parts:
+            cache.reserve(tokens)
 
     def reset(self) -> None:
         self._waiting = []
-        for part in self.parts:
-            part.reset()
+        for cache in self.parts:
+            cache.reset()
 
     def bring_together(self) -> None:
         """After a failure some parts may have more tokens than others: crop all to those that all have."""
@@ -150,8 +150,8 @@ class SplitCache:
 
     def joined(self) -> EngineCache:
         """One cache of all rows; the parts are empty afterwards."""
-        parts = [part for part in self.parts if can_migrate(part)]
-        return gather_rows(parts) if parts else self.parts[0]
+        caches = [cache for cache in self.parts if can_migrate(cache)]
+        return gather_rows(caches) if caches else self.parts[0]
 
     def give_up(self) -> None:
         """Reset, and have no `handle` from here on: no run can continue it."""
@@ -169,19 +169,19 @@ def halves(cache: EngineCache, prompts: torch.Tensor) -> SplitCache | None:
     """
     rows_of_parts = cache.rows_of_parts if isinstance(cache, SplitCache) else [(slice(0, len(prompts)), cache)]
     to_split: list[tuple[EngineCache, list[int]]] = []
-    for rows, part in rows_of_parts:
+    for rows, full in rows_of_parts:
         of_prompts = prompts[rows].unique_consecutive(return_counts=True)[1]
         half = len(of_prompts) // 2
         if half:
-            to_split.append((part, [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())]))
+            to_split.append((full, [int(of_prompts[:half].sum()), int(of_prompts[half:].sum())]))
     if not to_split:
         return None
     split = cache if isinstance(cache, SplitCache) else None
-    for part, sizes in to_split:
-        parts = _dealt(part, sizes)
+    for full, sizes in to_split:
+        dealt = _dealt(full, sizes)
         if split is None:
-            return SplitCache(parts, sizes)
-        split.replace_by(part, parts, sizes)
+            return SplitCache(dealt, sizes)
+        split.replace_by(full, dealt, sizes)
     return split
 
 

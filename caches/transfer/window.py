@@ -29,15 +29,15 @@ def apply_window(cache: Cache | EncoderDecoder, window_length: int) -> Cache:
     if cache.batch_size == -1:
         return empty
     contents, sizes = [], []
-    for new, old in zip(empty.layers, cache.layers, strict=True):
-        content = old.dense_state()
-        kept = new.timeline.retention.surviving(cache.total_tokens)
-        sizes.append(kept if "keys" in content else None)
-        for name in [name for name in content if isinstance(old, Layer) and name in old.stores]:
-            if content[name].shape[-2] < kept:
-                found = content[name].shape[-2]
-                raise StepError(f"a window of {window_length} tokens needs {kept} tokens, and {found} are there")
-            content[name] = content[name][..., content[name].shape[-2] - kept :, :]
+    for target, source in zip(empty.layers, cache.layers, strict=True):
+        content = source.dense_state()
+        tokens = target.timeline.retention.surviving(cache.total_tokens)
+        sizes.append(tokens if "keys" in content else None)
+        for name in [name for name in content if isinstance(source, Layer) and name in source.stores]:
+            if content[name].shape[-2] < tokens:
+                available = content[name].shape[-2]
+                raise StepError(f"a window of {window_length} tokens needs {tokens} tokens, and {available} are there")
+            content[name] = content[name][..., content[name].shape[-2] - tokens :, :]
         contents.append(content)
     empty.stack.load_dense(cache.total_tokens, cache.batch_size, sizes, contents)
     empty.log = cache.log
