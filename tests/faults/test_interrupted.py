@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from covering import pairwise
+from helpers import try_facts
 from leaks import hidden_layer
 from references import draft_of, exact, tiny
 from resuming import NEW, again, check_goes_on
@@ -65,6 +66,7 @@ def failing_layer(model, at):
 
 
 def interrupted(model, inputs, what, at, **options):
+    try_facts(model)
     told = r"generation stopped after (\d+) new tokens? per row \(RuntimeError: no more of this\); what was generated"
     with (
         failing_layer(model, at if what == "a layer" else 0),

@@ -63,7 +63,7 @@ def skip_if_refused(name: str, model) -> None:
 def try_facts(model) -> None:
     """Let the model be tried now: forwards that are counted later are those of runs alone."""
     runner = ModelRunner(model)
-    for fact in ("several", "cut", "padded", "in_cache", "reordered", "all_logits"):
+    for fact in ("several", "cut", "padded", "in_cache", "reordered", "states", "all_logits"):
         getattr(runner.facts, f"why_not_{fact}")
 
 
