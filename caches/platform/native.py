@@ -98,6 +98,12 @@ def _kinds() -> list[str]:
     """The kinds of native/build.py that this processor can run, the best first."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return [platform.machine().lower()]
-    level = ("DEFAULT", "AVX2", "AVX512").index(torch.backends.cpu.get_cpu_capability())
-    has_matrix_units = {"amx_tile", "amx_int8", "amx_bf16"} <= set(processor().split())
-    return [*(["amx"] if level == 2 and has_matrix_units else []), *["avx512", "avx2"][2 - level :]]
+    capability, flags = torch.backends.cpu.get_cpu_capability(), set(processor().split())
+    if capability not in ("AVX2", "AVX512"):
+        return []
+    if capability == "AVX2":
+        return ["avx2"]
+    if {"avx512_vnni", "avx512_bf16"} <= flags and processor().startswith("AMD"):
+        return ["zen4", "avx2"]
+    has_matrix_units = {"amx_tile", "amx_int8", "amx_bf16"} <= flags
+    return [*(["amx"] if has_matrix_units else []), "avx512", "avx2"]

@@ -46,6 +46,8 @@ def test_the_library_is_built_of_the_sources_that_are_there():
     [
         ("AVX512", "amx_tile amx_int8 amx_bf16", ["amx", "avx512", "avx2"]),
         ("AVX512", "avx512_vnni", ["avx512", "avx2"]),
+        ("AVX512", "AMD EPYC avx512_vnni avx512_bf16", ["zen4", "avx2"]),
+        ("AVX512", "Xeon avx512_vnni avx512_bf16", ["avx512", "avx2"]),
         ("AVX2", "amx_tile amx_int8 amx_bf16", ["avx2"]),
         ("DEFAULT", "", []),
     ],
@@ -54,7 +56,7 @@ def test_the_best_for_this_processor_comes_first(capability, flags, kinds, folde
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(native, "processor", lambda: flags)
-    for kind in ("amx", "avx2", "avx512"):
+    for kind in ("amx", "avx2", "avx512", "zen4"):
         for release in ("1.0", RELEASE):
             (folder / library(kind, release=release)).touch()
         (folder / library(kind, digest="0" * 12)).touch()  # of other sources
