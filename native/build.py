@@ -21,8 +21,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent
 DESTINATION = SOURCES.parent / "caches" / "platform"
-# The processors that have a library of their own, by the name in its file, and the compiler's options for it. With GCC's
-# x86-64-v4 products of 16 rows take 1.2 times as long on an AMD EPYC as with the options of its own. GCC 12 has no znver4.
+# The processors that have a library of their own, by the name in its file, and the compiler's options for it. With
+# x86-64-v4 products of 16 rows take 1.2 times as long on an AMD EPYC as with these options. GCC 12 has no znver4.
 _AVX512 = [f"-mavx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "vnni", "bf16")]
 KINDS = {
     "avx2": ["-march=x86-64-v3"],
