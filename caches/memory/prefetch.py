@@ -17,7 +17,7 @@ from caches.memory.buffers import Buffer
 from caches.platform.torch_api import always_writable
 
 
-class Reader(Protocol):
+class PrefetchReader(Protocol):
     """A store that reads its slots through a `Prefetcher`.
 
     name: stores of one name ("keys", "values", "index") share a `DoubleBuffer`.
@@ -62,7 +62,7 @@ class _Half:
     """
 
     memory: torch.Tensor | None = None
-    owner: ref[Reader] | None = None
+    owner: ref[PrefetchReader] | None = None
     begin: int = 0
     end: int = 0
     copied: Any = None
@@ -74,8 +74,10 @@ class DoubleBuffer:
     def __init__(self, copy_stream: CopyStream):
         self.copy_stream = copy_stream
         self.used, self.free = _Half(), _Half()
-        self.last: ref[Reader] | None = None
-        self.following: WeakKeyDictionary[Reader, ref[Reader]] = WeakKeyDictionary()  # who read after whom, last time
+        self.last: ref[PrefetchReader] | None = None
+        self.following: WeakKeyDictionary[PrefetchReader, ref[PrefetchReader]] = (
+            WeakKeyDictionary()
+        )  # who read after whom, last time
 
     def claim(self, half: _Half, buffer: Buffer, slots: int) -> torch.Tensor:
         """The memory of `half`, [rows, heads, slots, width]; its content is discarded."""
@@ -88,7 +90,7 @@ class DoubleBuffer:
                 half.memory = torch.empty(count, dtype=buffer.dtype, device=buffer.device)
         return buffer.space(half.memory, slots)
 
-    def prefetch(self, reader: Reader) -> None:
+    def prefetch(self, reader: PrefetchReader) -> None:
         """Start to copy what `reader` wants into the free tensor."""
         begin, end, room = reader.wanted()
         if begin == end or reader.buffer.shape is None:
@@ -107,7 +109,7 @@ class Prefetcher:
         self._new_copy_stream = new_copy_stream
         self._double_buffers: dict[tuple[str, torch.device, torch.dtype], DoubleBuffer] = {}
 
-    def take(self, reader: Reader, begin: int, end: int, slots: int) -> torch.Tensor:
+    def take(self, reader: PrefetchReader, begin: int, end: int, slots: int) -> torch.Tensor:
         """The reader's slots [begin, end) on the device, in a tensor [rows, heads, slots, width].
 
         It is valid until the next reader of the same name takes its slots.
@@ -142,7 +144,7 @@ class Prefetcher:
             double_buffer.prefetch(following)
         return fetched
 
-    def discard(self, reader: Reader) -> None:
+    def discard(self, reader: PrefetchReader) -> None:
         """Discard what was prefetched for `reader`: its content was changed other than by appending."""
         for double_buffer in self._double_buffers.values():
             for half in (double_buffer.used, double_buffer.free):
@@ -164,5 +166,5 @@ class Prefetcher:
                     yield half.memory
 
 
-def _alive(reader: ref[Reader] | None) -> Reader | None:
+def _alive(reader: ref[PrefetchReader] | None) -> PrefetchReader | None:
     return None if reader is None else reader()

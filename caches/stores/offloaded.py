@@ -79,7 +79,7 @@ class OffloadedStore:
         return fetched.clone() if self._lasting else fetched
 
     def wanted(self) -> tuple[int, int, int]:
-        """See `Reader`."""
+        """See `PrefetchReader`."""
         timeline = self.timeline
         if timeline.overflow:  # after this step the slots are rewritten
             return timeline.start, timeline.start if self._has_pending else timeline.end, timeline.end

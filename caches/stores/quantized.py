@@ -22,7 +22,7 @@ _SEGMENT = 4096  # slots that are decoded at a time: scratch does not grow with 
 
 
 class _Part:
-    """One of the codec's parts ("codes", "scale", "offset") for all blocks of a store; a `Reader`."""
+    """One of the codec's parts ("codes", "scale", "offset") for all blocks of a store; a `PrefetchReader`."""
 
     def __init__(self, store: QuantizedStore, name: str, buffer: Buffer):
         self.name, self.buffer = f"{store.name} {name}", buffer
@@ -30,7 +30,7 @@ class _Part:
         self._timeline, self._scratch, self._codec, self._part = store.timeline, store.scratch, store.codec, name
 
     def wanted(self) -> tuple[int, int, int]:
-        """See `Reader`."""
+        """See `PrefetchReader`."""
         timeline = self._timeline
         begin, end = _span(timeline, self._codec, self._part, *timeline.evicted)
         return begin, end, max(end, _room(timeline, self._codec, self._part, timeline.room))

@@ -105,11 +105,11 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     return Table(names, routes())
 
 
-class _Active(threading.local):
+class _ActiveRoutes(threading.local):
     routes: dict[nn.Module, Routes] | None = None
 
 
-active = _Active()
+active = _ActiveRoutes()
 """`routes`: those of the layers of the step that this thread computes; None outside of steps, which reset it in a
 `finally`."""
 

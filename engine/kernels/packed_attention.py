@@ -35,11 +35,11 @@ _ONLY_ORIGINAL = ("dropout", "output_attentions")  # which the original computes
 _EXACT_ENOUGH = (torch.float32, torch.float64)  # in 16 bits another order of sums is another text
 
 
-class _Active(threading.local):
+class _ActivePacking(threading.local):
     packs: bool = False
 
 
-active = _Active()
+active = _ActivePacking()
 """`packs`: whether attention in this thread is packed; False outside of the engine's steps."""
 
 

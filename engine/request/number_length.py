@@ -22,7 +22,7 @@ _SPELLS_DIGITS = re.compile(rb"(?:[eE][+-]?)?[0-9.]")  # how tokens begin that m
 _MOST_ADDED = 2  # digits behind the limit, where the schema lets no shorter number end, as with multipleOf
 
 
-class Place(Enum):
+class NumberState(Enum):
     OUTSIDE, STRING, ESCAPE, INTEGER, FRACTION, EXPONENT = (auto() for _ in range(6))
 
 
@@ -31,14 +31,14 @@ class Reading(NamedTuple):
     other digit, which are not significant. size: before the point is 0 or 1, a larger digit, or several (0, 1, 2).
     exponent: its value; None below 0."""
 
-    place: Place = Place.OUTSIDE
+    place: NumberState = NumberState.OUTSIDE
     digits: int = 0
     size: int = 0
     exponent: int | None = 0
 
     @property
     def is_in_number(self) -> bool:
-        return self.place in (Place.INTEGER, Place.FRACTION, Place.EXPONENT)
+        return self.place in (NumberState.INTEGER, NumberState.FRACTION, NumberState.EXPONENT)
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class NumberLength:
 
     def _fits(self, reading: Reading, byte: int) -> bool:
         region, digits, *_ = reading
-        if region is Place.INTEGER:
+        if region is NumberState.INTEGER:
             return digits <= self.integer
-        if region is Place.FRACTION:  # behind the point there has to be room for a digit
+        if region is NumberState.FRACTION:  # behind the point there has to be room for a digit
             return -self.significant <= digits <= self.significant - (byte == ord("."))
-        if region is not Place.EXPONENT:
+        if region is not NumberState.EXPONENT:
             return True
         max_exponent = _LARGEST_EXPONENT - (0, 1, self.integer - 1)[reading.size]
         return digits <= self.exponent and (reading.exponent is None or reading.exponent <= max_exponent)
@@ -101,27 +101,27 @@ def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
 def _next(reading: Reading, byte: int) -> Reading:
     """The reading behind one more byte of a JSON text."""
     region, digits, size, exponent = reading
-    if region is Place.ESCAPE:
-        return Reading(Place.STRING)
-    if region is Place.STRING:
-        return Reading({ord('"'): Place.OUTSIDE, ord("\\"): Place.ESCAPE}.get(byte, Place.STRING))
+    if region is NumberState.ESCAPE:
+        return Reading(NumberState.STRING)
+    if region is NumberState.STRING:
+        return Reading({ord('"'): NumberState.OUTSIDE, ord("\\"): NumberState.ESCAPE}.get(byte, NumberState.STRING))
     if byte == ord('"'):
-        return Reading(Place.STRING)
-    if region is Place.OUTSIDE or byte not in _NUMBER_CHARACTERS:
+        return Reading(NumberState.STRING)
+    if region is NumberState.OUTSIDE or byte not in _NUMBER_CHARACTERS:
         is_digit = byte in _DIGITS
-        return Reading(Place.INTEGER, int(byte != ord("0")), int(byte > ord("1"))) if is_digit else Reading()
+        return Reading(NumberState.INTEGER, int(byte != ord("0")), int(byte > ord("1"))) if is_digit else Reading()
     if byte == ord("."):
-        return Reading(Place.FRACTION, digits, size)
+        return Reading(NumberState.FRACTION, digits, size)
     if byte in b"eE":
-        return Reading(Place.EXPONENT, 0, size)
+        return Reading(NumberState.EXPONENT, 0, size)
     if byte not in _DIGITS:  # the sign of an exponent
         return reading._replace(exponent=None) if byte == ord("-") else reading
-    if region is Place.EXPONENT:
+    if region is NumberState.EXPONENT:
         exponent = None if exponent is None else 10 * exponent + byte - ord("0")
         return Reading(region, digits + 1, size, exponent)
-    if region is Place.FRACTION and digits <= 0:
+    if region is NumberState.FRACTION and digits <= 0:
         return Reading(region, digits - 1 if byte == ord("0") else 1, size)
-    return Reading(region, digits + 1, 2 if region is Place.INTEGER else size)
+    return Reading(region, digits + 1, 2 if region is NumberState.INTEGER else size)
 
 
 class NumberTokens:

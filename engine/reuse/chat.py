@@ -26,7 +26,7 @@ from engine.model.model_lock import reader_now, turn_of
 from engine.output.hf_streamers import ending
 from engine.prompt import EncodedPrompt
 from engine.result import Generation, StreamChunk
-from engine.reuse.conversation import Conversation, Message, Segment, flat
+from engine.reuse.conversation import Conversation, Message, TemplateText, flat
 from engine.reuse.room import SIZES, HasModel, with_room_for
 from engine.reuse.token_index import common
 from engine.streaming import Stream
@@ -225,7 +225,7 @@ class Chat:
         return {"cache": name, "cache_config": options or None}
 
     def _finish(
-        self, messages: tuple[Message, ...], asked: tuple[Segment, ...], continues: bool, out: Generation
+        self, messages: tuple[Message, ...], asked: tuple[TemplateText, ...], continues: bool, out: Generation
     ) -> None:
         self.last, self.cache = out, _engine_cache(out)
         assert out.text is not None
@@ -364,7 +364,7 @@ class Chat:
             if not {"messages", "segments"} <= notes.keys():
                 raise InputError(f"{path} holds a cache, but no conversation: caches.load reads it")
             self.cache = load(path, self._generator.model)
-            segments = tuple(Segment(text, tuple(ids)) for text, ids in notes["segments"])
+            segments = tuple(TemplateText(text, tuple(ids)) for text, ids in notes["segments"])
             messages, begun = tuple(notes["messages"]), dict(notes.get("begun") or ())
             self._conversation = Conversation(self._generator.tokenizer, messages, segments, begun)
             self._branches, self.last = [], None

@@ -17,7 +17,7 @@ _PLAIN = {"system": "{}\n\n", "user": "User: {}\n", "assistant": "Assistant: {}\
 
 
 @dataclass(frozen=True)
-class Segment:
+class TemplateText:
     """A piece of the text of a conversation, and its token ids."""
 
     text: str
@@ -34,14 +34,14 @@ class Conversation:
 
     tokenizer: Any
     messages: tuple[Message, ...] = ()
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[TemplateText, ...] = ()
     begun: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def ids(self, messages: Sequence[Message], options: TemplateOptions = CLOSED) -> tuple[Segment, ...]:
+    def ids(self, messages: Sequence[Message], options: TemplateOptions = CLOSED) -> tuple[TemplateText, ...]:
         """The segments of these messages: those known already as long as the text begins with them, then the rest."""
         text, position, segments = self._text(messages, options), 0, []
         for segment in self.segments:
@@ -57,7 +57,7 @@ class Conversation:
             # Templates write the token that begins a text themselves.
             begins = position == 0
             ids = ids_of(self.tokenizer, suffix, options) if self.has_template else self._plain_ids(suffix, begins)
-            segments.append(Segment(suffix, tuple(ids)))
+            segments.append(TemplateText(suffix, tuple(ids)))
         return tuple(segments)
 
     def _text(self, messages: Sequence[Message], options: TemplateOptions) -> str:
@@ -79,7 +79,7 @@ class Conversation:
     def answered(
         self,
         messages: Sequence[Message],
-        asked: tuple[Segment, ...],
+        asked: tuple[TemplateText, ...],
         answer: str,
         tokens: Sequence[int],
         has_end: bool,
@@ -99,12 +99,12 @@ class Conversation:
         gap = self._space_before(answer_tokens, asked)
         text = answer
         if is_special:
-            ending = [Segment(end, (answer_tokens.pop(),))]
+            ending = [TemplateText(end, (answer_tokens.pop(),))]
         elif (complete := self._text_of(answer_tokens)) != answer and complete.startswith(answer):  # a stop string
             while not answer.startswith(text := self._text_of(answer_tokens)):
                 answer_tokens.pop()
-            ending = [Segment(complete[len(text) :], tuple(tokens[len(answer_tokens) :]))]
-        segments = (*asked, Segment(gap + text, tuple(answer_tokens)), *ending)
+            ending = [TemplateText(complete[len(text) :], tuple(tokens[len(answer_tokens) :]))]
+        segments = (*asked, TemplateText(gap + text, tuple(answer_tokens)), *ending)
         message: Message = {"role": "assistant", "content": answer if self.has_template else answer.strip()}
         begun = {number: content for number, content in self.begun.items() if number < len(messages)}
         if continues:
@@ -114,7 +114,7 @@ class Conversation:
             begun[len(messages)] = content
         return Conversation(self.tokenizer, (*messages, message), segments, begun)
 
-    def _space_before(self, tokens: list[int], asked: Sequence[Segment]) -> str:
+    def _space_before(self, tokens: list[int], asked: Sequence[TemplateText]) -> str:
         """The space before the text of these tokens, which decoders leave out as if the text began there."""
         context = flat(asked)[-_CONTEXT:]
         return self._text_of(context + tokens).removeprefix(self._text_of(context)).removesuffix(self._text_of(tokens))
@@ -132,6 +132,6 @@ def _joined(content: Any, shown: str, answer: str) -> Any:
     return (content if shown.endswith(content) else content.rstrip()) + answer
 
 
-def flat(segments: Sequence[Segment]) -> list[int]:
+def flat(segments: Sequence[TemplateText]) -> list[int]:
     """The ids of all segments."""
     return [token for segment in segments for token in segment.ids]

@@ -51,7 +51,7 @@ _ENCODED_TOKENS = 4096  # of a prompt, for encoders whose settings have no limit
 _NO_MEMORY = "memory is out, so the request was not read: try again later, or send a shorter one"
 
 
-class Generates(Protocol):
+class ServedGenerator(Protocol):
     """A `Generator`."""
 
     model: Any
@@ -139,7 +139,7 @@ class Service:
     """generator: with a tokenizer. name: of the model, in requests. limits: per request. max_queue: prompts that may
     wait for a slot."""
 
-    def __init__(self, generator: Generates, name: str, limits: Limits, max_queue: int):
+    def __init__(self, generator: ServedGenerator, name: str, limits: Limits, max_queue: int):
         if generator.tokenizer is None:
             raise OptionError("a server needs a tokenizer: Generator(model, tokenizer)")
         self._generator, self.name, self.limits, self._max_queue = generator, name, limits, max_queue

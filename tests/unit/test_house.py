@@ -173,3 +173,74 @@ def test_registered_twice_is_an_error():
         caches.register(configs.DynamicCacheConfig)(lambda specs, options: None)
     with pytest.raises(ValueError, match="'greedy' is registered already"):
         strategies.register(type("Other", (strategies.Greedy,), {}))
+
+
+# Words that say nothing of what a variable holds.
+VAGUE = set(
+    [
+        "found",
+        "one",
+        "own",
+        "given",
+        "known",
+        "kept",
+        "said",
+        "other",
+        "others",
+        "part",
+        "parts",
+        "wanted",
+        "made",
+        "what",
+        "why",
+        "how",
+        "place",
+        "places",
+        "kind",
+        "kinds",
+        "before",
+        "after",
+        "first",
+        "last",
+        "left",
+        "rest",
+        "new",
+        "old",
+        "same",
+        "each",
+        "more",
+        "most",
+        "least",
+        "taken",
+        "read",
+        "both",
+        "again",
+        "which",
+    ]
+)
+
+
+def names_in(tree):
+    nodes = ast.walk(tree)
+    return [
+        node.id if isinstance(node, ast.Name) else node.arg for node in nodes if isinstance(node, (ast.Name, ast.arg))
+    ]
+
+
+def test_variables_say_what_they_hold():
+    names = [
+        name for room in ROOMS for path in (ROOT / room).rglob("*.py") for name in names_in(ast.parse(path.read_text()))
+    ]
+    vague = [name for name in names if name in VAGUE]
+    assert len(names) > 50_000
+    assert len(vague) <= 0.005 * len(names)  # those that are public, or an attribute of a public class
+
+
+def test_a_class_name_means_one_thing():
+    homes = {}
+    for room in ROOMS:
+        for path in (ROOT / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert not {name: files for name, files in homes.items() if len(files) > 1}
