@@ -10,12 +10,14 @@ import zipfile
 import pytest
 from places import ROOMS, ROOT
 
-pytestmark = pytest.mark.slow  # builds, and starts processes that import torch
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # builds, and starts processes that import torch
 
 SCRIPT = """
 import json, engine, caches
+from caches.platform.native import Operators
 out = engine.generate(engine.SHIPPED_MODEL, "def open(self", max_new_tokens=4, cache="offloaded")
-print(json.dumps({"file": caches.__file__, "tokens": out.tokens}))
+has_kernels = Operators("a test").or_none() is not None
+print(json.dumps({"file": caches.__file__, "tokens": out.tokens, "has_kernels": has_kernels}))
 """
 
 
@@ -41,11 +43,16 @@ def test_it_has_every_file(wheel):
     assert wanted <= set(zipfile.ZipFile(wheel).namelist())
 
 
-def test_it_generates_in_a_fresh_environment(wheel, tmp_path):
-    """Beside the installed libraries, without the checkout: the editable install is a .pth file, which PYTHONPATH
-    does not read."""
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_it_generates_in_a_fresh_environment(has_kernels, wheel, tmp_path):
+    """With the kernels that the wheel brings, and without any, as from a machine without a compiler. Beside the
+    installed libraries, without the checkout: the editable install is a .pth file, which PYTHONPATH does not read."""
     target = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(target)
+    kernels = list(target.glob("caches/platform/kernels-*.so"))
+    assert kernels
+    for library in kernels if not has_kernels else []:
+        library.unlink()
     path = os.pathsep.join([str(target), sysconfig.get_path("purelib")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     python = getattr(sys, "_base_executable", sys.executable)
@@ -56,3 +63,4 @@ def test_it_generates_in_a_fresh_environment(wheel, tmp_path):
     found = json.loads(done.stdout)
     assert found["file"].startswith(str(target))
     assert [len(row) for row in found["tokens"]] == [4]
+    assert found["has_kernels"] == has_kernels
