@@ -83,7 +83,7 @@ def mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _kernel(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The kernel `linear_kernels.cpp`, once `kernels` has loaded it."""
+    """The kernel of `native/products.cpp`, once `kernels` has loaded it."""
     if weight.stride(1) != 1:
         return functional.linear(input, weight, bias)
     out: torch.Tensor = torch.ops.kvengine.linears(input.contiguous(), [weight])
