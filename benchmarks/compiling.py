@@ -190,7 +190,7 @@ def main(
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
                 return pool.submit(work, model, threads, *arguments).result()
 
-        with _console.status("kernels and matrix products"):
+        with _console.status("matrix products"):
             fresh = alone(first_call, "off", 0)
         with _console.status("calls while layers are compiled"):
             built = alone(while_built)
@@ -215,7 +215,7 @@ def main(
                 steps[name] = alone(step_ms, name, runs)
     first = {name: spread([one["call_s"] for one in found]) for name, found in taken.items()}
     table = Table("", "")
-    table.add_row("first generator on a machine: kernels, products", f"{fresh['generator_s']:.1f} s")
+    table.add_row("first generator on a machine: matrix products", f"{fresh['generator_s']:.1f} s")
     table.add_row("layers ready, waited for, 1 row", f"{waited[1]:.1f} s")
     table.add_row("layers ready, waited for, 4 rows", f"{waited[4]:.1f} s")
     table.add_row("layers ready, beside calls", f"{built['ready_s']:.1f} s")

@@ -2,12 +2,12 @@
 
     python benchmarks/startup.py --out startup-cpu.json
 
-All write 20 tokens with the small model of the package and print them. Each runs in a process of its own, and they take
-turns. Three times are taken: seconds until the text is there, and seconds of processor time, which other work on the
-machine changes less, until then and until the process has ended. "import torch" alone is the floor. What is the first
-on a machine has an empty cache folder, so it compiles kernels and measures matrix products; all of its runs are
-counted. `--beside` runs the command line and the script of another checkout too. Prints a table, and at the end one
-JSON line. Linux only.
+All write 20 tokens with the small model of the package and print them. Each runs in a process of its own, and they
+take turns. Three times are taken: seconds until the text is there, and seconds of processor time, which other work on
+the machine changes less, until then and until the process has ended. "import torch" alone is the floor. What is the
+first on a machine has an empty cache folder, so it measures matrix products where its processor does not tell; all of
+its runs are counted. `--beside` runs the command line and the script of another checkout too. Prints a table, and at
+the end one JSON line. Linux only.
 """
 
 from __future__ import annotations

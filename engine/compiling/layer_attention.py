@@ -1,7 +1,7 @@
 """Attention of compiled layers, whose code leaves the cache and attention over it to the step: it is the same for all.
 
-The code calls the operator `layer_attention` of `native/dense_attention.cpp`. It computes attention itself in layers that are
-open, and otherwise hands the new query, key and value to what `run` was given.
+The code calls the operator `layer_attention` of `native/dense_attention.cpp`. It computes attention itself in layers
+that are open, and otherwise hands the new query, key and value to what `run` was given.
 """
 
 from __future__ import annotations
