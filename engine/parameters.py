@@ -163,7 +163,8 @@ def generate_parameters(
     early_stopping: Annotated[bool | str | None, Setting(Reader("True, False or 'never'", readers.early_stopping),
         default="False", field=Field(type=bool | Literal["never"]),
         help="Whether a beam search ends as soon as it has `num_beams` complete texts.")] = None,
-    penalty_alpha: Annotated[float | None, Setting(SHARE, flag=Flag("X"), field=Field(),
+    penalty_alpha: Annotated[float | None, Setting(SHARE, flag=Flag("X",
+            help="Contrastive search, with --top-k: how strongly to avoid what was said, 0 to 1."), field=Field(),
         help="Contrastive search, with `top_k`: how strongly to avoid what was said, 0 to 1.")] = None,
     assistant_model: Annotated["transformers.PreTrainedModel | str | Path | None", Parameter(
         flag=Flag("PATH", ("--draft",), type=str), help=
@@ -233,8 +234,9 @@ def generate_parameters(
         "their values.")] = None,
     json_schema: Annotated[dict[str, Any] | str | type | Sequence[Any] | None, Parameter(
         readers.or_each("a JSON schema as a dict or its text, a pydantic model,", readers.schema),
-        flag=Flag("FILE", panel=FORM, type=Path), field=Field(type=dict),
-        help="Texts are JSON that follows this schema.")] = None,
+        flag=Flag("FILE", panel=FORM, type=Path,
+            help="Texts are JSON that follows the schema in this file; needs the extra grammar."),
+        field=Field(type=dict), help="Texts are JSON that follows this schema.")] = None,
     regex: Annotated[str | Sequence[str | None] | None, Parameter(
         readers.or_each("a regular expression as a text,", readers.form), flag=Flag("PATTERN", panel=FORM, type=str),
         field=Field(type=str, most=2000), help="Texts match this regular expression as a whole.")] = None,
@@ -257,7 +259,8 @@ def generate_parameters(
     max_time: Annotated[float | None, Setting(readers.SECONDS, flag=Flag("SECONDS", panel=ENDING),
         help="Seconds after which the run ends, with one token at least.")] = None,
     stop_strings: Annotated[str | list[str] | None, Setting(Reader("a text or a list of texts", readers.texts),
-        flag=Flag("TEXT", ("--stop",), panel=ENDING, type=list[str]), field=Field("stop"),
+        flag=Flag("TEXT", ("--stop",), panel=ENDING, type=list[str],
+            help="End a text before this string; may be repeated."), field=Field("stop"),
         help="A row ends where one of them appears. Needs a tokenizer.")] = None,
     eos_token_id: Annotated[int | list[int] | None, Setting(
         Reader("a token id, a list of them, or [] for no end", readers.end_ids), help=

@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -27,6 +27,7 @@ _AVX512 = [f"-mavx512{name}" for name in ("f", "bw", "cd", "dq", "vl", "vnni", "
 KINDS = {
     "avx2": ["-march=x86-64-v3"],
     "avx512": ["-march=skylake-avx512"],
+    "vnni": ["-march=cascadelake"],
     "zen4": ["-march=znver3", *_AVX512],
     "amx": ["-march=sapphirerapids"],
 }
@@ -51,14 +52,12 @@ def kinds() -> dict[str, list[str]]:
 
 
 def build(folder: Path = DESTINATION) -> list[Path]:
-    """The libraries, for each of `kinds`. Raises `OSError` and `subprocess.CalledProcessError`."""
+    """The libraries, for each of `kinds` that the compiler knows. Raises `OSError`, and `subprocess.CalledProcessError`
+    where there is none."""
     import torch
 
     digest, release = digest_of_sources(), torch.__version__.partition("+")[0]
     paths = {kind: folder / f"kernels-{digest}-{release}-{kind}.so" for kind in kinds()}
-    for old in folder.glob("kernels-*.so"):
-        if old.name.split("-")[1] != digest:
-            old.unlink(missing_ok=True)
     compiler = shlex.split(os.environ.get("CXX") or "c++")
     installed = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
@@ -71,20 +70,33 @@ def build(folder: Path = DESTINATION) -> list[Path]:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as temporary, ThreadPoolExecutor() as pool:
         missing = {kind: options for kind, options in kinds().items() if not paths[kind].exists()}
         objects: dict[str, list[str]] = {kind: [] for kind in missing}
-        compiled = []
+        compiling: dict[str, list[Future[None]]] = {kind: [] for kind in missing}
         for kind, options in missing.items():
             for source in sorted(SOURCES.glob("*.cpp")):
                 made = os.path.join(temporary, f"{kind}-{source.stem}.o")
                 include = f"-isystem{installed / 'include'}"
-                compiled.append(pool.submit(run, *OPTIONS, *options, abi, include, "-c", str(source), "-o", made))
+                command = (*OPTIONS, *options, abi, include, "-c", str(source), "-o", made)
+                compiling[kind].append(pool.submit(run, *command))
                 objects[kind].append(made)
-        for waiting in compiled:
-            waiting.result()
+        failure: subprocess.CalledProcessError | None = None
         for kind, made in objects.items():
             library = os.path.join(temporary, f"{kind}.so")
-            run("-shared", *OPTIONS, *made, "-o", library, *libraries)
-            os.replace(library, paths[kind])  # complete, so that no process sees half of it
-    return list(paths.values())
+            try:
+                for waiting in compiling[kind]:
+                    waiting.result()
+                run("-shared", *OPTIONS, *made, "-o", library, *libraries)
+            except subprocess.CalledProcessError as error:  # an older compiler does not know the newest processors
+                print(f"no kernels for {kind}: {error.stderr}", file=sys.stderr)
+                failure = error
+            else:
+                os.replace(library, paths[kind])  # complete, so that no process sees half of it
+    built = [path for path in paths.values() if path.exists()]
+    if failure is not None and not built:
+        raise failure
+    for old in folder.glob("kernels-*.so"):
+        if old.name.split("-")[1] != digest:
+            old.unlink(missing_ok=True)
+    return built
 
 
 if __name__ == "__main__":

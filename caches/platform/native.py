@@ -76,7 +76,7 @@ def _libraries() -> list[Path]:
     """Those for this processor, the best first: of the best kind, and of these the one built with this torch."""
     release = torch.__version__.partition("+")[0]
     libraries = [path.stem.split("-", 3) for path in _FOLDER.glob("kernels-*.so")]
-    if _SOURCES.is_dir():  # they may have changed since
+    if (_SOURCES / "products.cpp").is_file() and (_SOURCES / "build.py").is_file():  # they may have changed since
         digest = _digest_of_sources()
         libraries = [library for library in libraries if library[1] == digest]
     supported = _kinds()
@@ -106,4 +106,4 @@ def _kinds() -> list[str]:
     if {"avx512_vnni", "avx512_bf16"} <= flags and processor().startswith("AMD"):
         return ["zen4", "avx2"]
     has_matrix_units = {"amx_tile", "amx_int8", "amx_bf16"} <= flags
-    return [*(["amx"] if has_matrix_units else []), "avx512", "avx2"]
+    return [*(["amx"] if has_matrix_units else []), *(["vnni"] if "avx512_vnni" in flags else []), "avx512", "avx2"]

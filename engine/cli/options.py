@@ -56,12 +56,12 @@ def of_parameter(name: str, help: str = "") -> Declared:
     shown, reader = parameter.flag or Flag(), parameter.reader
     names, value_type = (option_name(name), *shown.names), shown.type or (reader and reader.scalar)
     sentence, repeats = parameter.help.partition(". ")[0].removesuffix("."), value_type == list[str]
-    help = help or shown.help or sentence + ("; may be repeated." if repeats else ".")
+    is_own, help = not help, help or shown.help or sentence + ("; may be repeated." if repeats else ".")
     if value_type is bool:
         return flag(help, *names)
     if shown.type or reader is None:
         return option(value_type, shown.metavar, help, *names, autocompletion=shown.complete)
-    help += f" Default: the model's own, or {parameter.default}." if parameter.default else ""
+    help += f" Default: the model's own, or {parameter.default}." if parameter.default and is_own else ""
     return option(value_type, shown.metavar, help, *names, callback=_check(reader))
 
 

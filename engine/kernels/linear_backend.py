@@ -129,11 +129,14 @@ class RoutedLinear(nn.Linear):
         """The one call of Python that a product takes. The routes of the layer alone are known before: weights may be
         replaced, moved, quantized (as subclasses, which may report float32) or computed, and code of the model may turn
         on derivatives or autocast, which routes do not support."""
+        if (
+            torch.compiler.is_dynamo_compiling()
+        ):  # code that layers share must not read the routes, which differ by layer
+            return nn.Linear.forward(self, input)
         routes, parameters = active.routes, parameters_of(self)
         weight, bias = parameters.get("weight"), parameters.get("bias", False)  # False: it is computed
         if (
             routes is not None
-            and not torch.compiler.is_dynamo_compiling()
             and type(input) is torch.Tensor
             and type(weight) is nn.Parameter
             and input.dtype is weight.dtype is torch.float32

@@ -128,5 +128,6 @@ def read_own(
     return {
         name: read(f"model.generation_config.{name}", entry, name)
         for name, entry in model_values.items()
-        if entry is not None
+        # 0 in place of None: a strategy that needs the number refuses it.
+        if entry is not None and not (_FIELDS[name] is readers.POSITIVE and entry == 0)
     }

@@ -26,9 +26,10 @@ Patch = pytest.MonkeyPatch
 
 
 def shift_growing_write(patch: Patch) -> None:
-    def write(self: Any, buffer: torch.Tensor, new: torch.Tensor) -> None:
+    def write(self: Any, slots: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         end = max(0, self.timeline.end - 1)
-        buffer[:, :, end : end + new.shape[-2]] = new
+        slots[:, :, end : end + new.shape[-2]] = new
+        return self._visible(slots)
 
     patch.setattr(GrowingStore, "_write", write)
 

@@ -44,10 +44,10 @@ def test_the_library_is_built_of_the_sources_that_are_there():
 @pytest.mark.parametrize(
     ("capability", "flags", "kinds"),
     [
-        ("AVX512", "amx_tile amx_int8 amx_bf16", ["amx", "avx512", "avx2"]),
-        ("AVX512", "avx512_vnni", ["avx512", "avx2"]),
+        ("AVX512", "amx_tile amx_int8 amx_bf16 avx512_vnni", ["amx", "vnni", "avx512", "avx2"]),
+        ("AVX512", "avx512f", ["avx512", "avx2"]),
         ("AVX512", "AMD EPYC avx512_vnni avx512_bf16", ["zen4", "avx2"]),
-        ("AVX512", "Xeon avx512_vnni avx512_bf16", ["avx512", "avx2"]),
+        ("AVX512", "Xeon avx512_vnni avx512_bf16", ["vnni", "avx512", "avx2"]),
         ("AVX2", "amx_tile amx_int8 amx_bf16", ["avx2"]),
         ("DEFAULT", "", []),
     ],
@@ -56,7 +56,7 @@ def test_the_best_for_this_processor_comes_first(capability, flags, kinds, folde
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(native, "processor", lambda: flags)
-    for kind in ("amx", "avx2", "avx512", "zen4"):
+    for kind in ("amx", "avx2", "avx512", "vnni", "zen4"):
         for release in ("1.0", RELEASE):
             (folder / library(kind, release=release)).touch()
         (folder / library(kind, digest="0" * 12)).touch()  # of other sources
@@ -64,8 +64,10 @@ def test_the_best_for_this_processor_comes_first(capability, flags, kinds, folde
     assert [path.name for path in native._libraries()] == expected
 
 
-def test_in_a_wheel_there_are_no_sources(folder, monkeypatch):
-    monkeypatch.setattr(native, "_SOURCES", folder / "none")
+@pytest.mark.parametrize("name", ["none", "of another package"])
+def test_in_a_wheel_there_are_no_sources(name, folder, monkeypatch):
+    (folder / "of another package").mkdir()
+    monkeypatch.setattr(native, "_SOURCES", folder / name)
     (folder / library(native._kinds()[0], digest="0" * 12)).touch()
     assert len(native._libraries()) == 1
 
@@ -136,3 +138,18 @@ def test_the_folder_follows_the_system(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert tmp_path in machine.cache_folder().parents
+
+
+def test_a_compiler_that_does_not_know_a_processor_builds_for_the_others(tmp_path, monkeypatch):
+    (fake := tmp_path / "compiler").write_text(
+        '#!/bin/sh\ncase "$*" in *sapphirerapids*) exit 1;; esac\n'
+        'while [ "$1" != -o ]; do shift; done; echo built > "$2"\n'
+    )
+    fake.chmod(0o700)
+    monkeypatch.setenv("CXX", str(fake))
+    (folder := tmp_path / "libraries").mkdir()
+    (folder / library("avx2", digest="0" * 12)).touch()  # of other sources: it goes
+    built = BUILD["build"](folder)
+    assert sorted(built) == sorted(folder.iterdir())
+    kinds = {path.stem.split("-")[-1] for path in built}
+    assert kinds == set(BUILD["kinds"]()) - {"amx"}

@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize, prune
+from transformers import AutoModelForCausalLM
 
 import engine
 from caches.platform.torch_api import pack_int4
@@ -431,3 +432,13 @@ def test_code_that_is_compiled_has_the_routes(monkeypatch, tmp_path):
     products = [name for name in calls if "linear" in name]
     assert products == ["kvengine.linears.default", "mkldnn._linear_pointwise.default", *["aten.linear.default"] * 2]
     assert [type(layer) for layer in layers.children()] == [nn.Linear] * 4
+
+
+def test_modules_that_the_caller_has_compiled_as_one_graph_go_on():
+    model = AutoModelForCausalLM.from_pretrained(engine.SHIPPED_MODEL)
+    ids = torch.arange(5, 13)[None]
+    expected = engine.generate(model, ids, max_new_tokens=8)
+    assert expected.stats.linears != "torch"
+    for layer in model.model.layers:
+        layer.mlp.compile(backend="eager", fullgraph=True)
+    assert engine.generate(model, ids, max_new_tokens=8).tokens == expected.tokens
