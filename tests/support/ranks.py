@@ -294,7 +294,7 @@ def batched(folder: Path, first: str, count: str) -> Any:
                 if draw.random() < 0.1:
                     submitted[-1][2].cancel()
                 bad = batch.submit([1, 2], num_beams=0)  # ends before it begins, also where nothing else runs
-                if draw.random() < 0.5 and not isinstance(_error_of(bad), engine.ConfigError):
+                if draw.random() < 0.5 and not isinstance(_error_of(bad), engine.OptionError):
                     wrong.append(f"seed {seed}: {bad.error!r} of a prompt that is refused")
             for ids, options, request in submitted:
                 try:
