@@ -7,7 +7,7 @@ PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
 .PHONY: bench demo kernels test test-full nightly torture histories random-calls interrupts limits check docs test-oldest clean
 
-demo: .venv/installed
+demo: .venv/kernels
 	@for cache in dynamic static; do \
 		printf '\n--- cache=%s ---\n' $$cache; \
 		printf $(PROMPT); \
@@ -15,47 +15,49 @@ demo: .venv/installed
 			--temperature 0.7 --top-p 0.9 --seed 2 || exit 1; \
 	done
 
-# After changes to native/. Those that are there and of these sources stay.
-kernels: .venv/installed
-	$(BIN)/python native/build.py
+# After changes to native/. Those that are there and of these sources stay; without a compiler torch computes.
+kernels: .venv/kernels
+.venv/kernels: .venv/installed $(wildcard native/*.cpp native/*/*.h native/build.py)
+	-$(BIN)/python native/build.py
+	@touch $@
 
 # 5 to 9 minutes on two cores, by the processor and what else it does.
-test: .venv/installed
+test: .venv/kernels
 	$(BIN)/python $(PYTEST)
 
 # What only the full run has: rare architectures, every pair of parameters, more compiled steps, other processes, the
 # terminal, memory that really runs out, 1,000 random failures, 2,000 random calls beside transformers.
-test-full: .venv/installed
+test-full: .venv/kernels
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
 # What takes hours: every cell of the products, memory that runs out at random or by limits of the system, histories of
 # caches, calls beside transformers, Ctrl-C at any moment.
-nightly: .venv/installed torture limits histories random-calls interrupts
+nightly: .venv/kernels torture limits histories random-calls interrupts
 	$(BIN)/python $(PYTEST) -m "product and not cuda"
 
-torture: .venv/installed
+torture: .venv/kernels
 	$(BIN)/python tests/support/torture.py 20000
 
 # Real limits of memory; 60 of them are among the slow tests.
-limits: .venv/installed
+limits: .venv/kernels
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 300
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 60 --cold
 
 # Random histories of live caches, and of caches whose model changes; 500 of each are among the tests.
-histories: .venv/installed
+histories: .venv/kernels
 	$(BIN)/python tests/support/histories.py 10000
 	$(BIN)/python tests/support/changed.py 10000
 
 # Random calls beside transformers' generate; 200 are among the default tests, 2,000 among the slow ones.
-random-calls: .venv/installed
+random-calls: .venv/kernels
 	$(BIN)/python tests/support/random_calls.py 20000 --workers 2
 
 # Ctrl-C twice, at random moments of 1,000 calls; a few are among the tests.
-interrupts: .venv/installed
+interrupts: .venv/kernels
 	$(BIN)/python tests/support/interrupts.py 1000
 
 # All scenarios next to their peers, on a quiet machine; into benchmarks/results/PROCESSOR.
-bench: .venv/installed
+bench: .venv/kernels
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[bench]' -c constraints.txt
 	$(BIN)/python benchmarks/all.py
 
