@@ -42,7 +42,7 @@ from rich.table import Table
 import caches
 import configs
 import engine
-from engine.host_allocator import keep_freed_memory
+from caches.platform.host_allocator import keep_freed_memory
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()

@@ -15,8 +15,9 @@ from configs.cache import (
     SlidingWindowCacheConfig,
     StaticCacheConfig,
 )
-from configs.engine import FALLBACKS, EngineConfig, checked_fallbacks, preset, presets
+from configs.engine import EngineConfig, preset, presets
 from configs.errors import ConfigError, EngineError
+from configs.fallbacks import FALLBACKS, checked_fallbacks
 from configs.quantized import (
     CODECS,
     CodecFacts,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from configs.base import Config, nearest, require_positive
 from configs.cache import CacheConfig
 from configs.errors import ConfigError
+from configs.fallbacks import checked_fallbacks
 
 LINEARS_CHOICES = ("auto", "default", "onednn")
 COMPILE_CHOICES = ("off", "auto", "inductor", "aot_eager", "eager")
 WEIGHTS_CHOICES = ("full", "int8", "int4")
 BUDGET_CHOICES = ("offload", "slide", "error")
-FALLBACKS = ("release", "chunk", "offload", "quantize", "split")
 _PRESETS = Path(__file__).parent / "presets"
 
 
@@ -101,20 +100,6 @@ class EngineConfig(Config):
         if self.tp > 1 and self.linears == "onednn":
             raise ConfigError(f"EngineConfig: linears='onednn' is for whole weights, but tp={self.tp}: leave it out")
         object.__setattr__(self, "on_oom", checked_fallbacks(self.on_oom))
-
-
-def checked_fallbacks(fallbacks: Any) -> tuple[str, ...]:
-    """`on_oom` as a tuple. Raises `ConfigError` for an unknown fallback and for one that is listed twice."""
-    if isinstance(fallbacks, str) or not isinstance(fallbacks, (tuple, list)):
-        raise ConfigError(
-            f"on_oom={fallbacks!r}, but it has to be a list of fallbacks, such as ['offload'], or [] for none"
-        )
-    for fallback in fallbacks:
-        if fallback not in FALLBACKS:
-            raise ConfigError(f"on_oom has {fallback!r}; {nearest(str(fallback), list(FALLBACKS))}")
-        if list(fallbacks).count(fallback) > 1:
-            raise ConfigError(f"on_oom has {fallback!r} twice: list each fallback once")
-    return tuple(fallbacks)
 
 
 def presets() -> list[str]:

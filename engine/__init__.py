@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from engine.generator import Generator
     from engine.loading.load import SHIPPED_MODEL
     from engine.memory.plan import plan
-    from engine.memory.report import BackendPlan, Plan
+    from engine.memory.plan_table import BackendPlan, Plan
     from engine.request.logits_processors import StatefulLogitsProcessor
     from engine.result import Fallback, Generation, Stats, StreamChunk, TokenLogprob
     from engine.reuse.chat import Chat
     from engine.reuse.prefix import Prefix
     from engine.scoring import TextScore
     from engine.serving.batch import Batch
-    from engine.serving.request import BatchRequest
+    from engine.serving.batch_request import BatchRequest
     from engine.streaming import AsyncStream, Stream
     from engine.version import __version__
 
@@ -55,14 +55,14 @@ _CONTENTS = {
     "engine.export": ["export_step", "step_inputs"],
     "engine.loading.load": ["SHIPPED_MODEL"],
     "engine.memory.plan": ["plan"],
-    "engine.memory.report": ["BackendPlan", "Plan"],
+    "engine.memory.plan_table": ["BackendPlan", "Plan"],
     "engine.request.logits_processors": ["StatefulLogitsProcessor"],
     "engine.result": ["Fallback", "Generation", "Stats", "StreamChunk", "TokenLogprob"],
     "engine.reuse.chat": ["Chat"],
     "engine.reuse.prefix": ["Prefix"],
     "engine.scoring": ["TextScore"],
     "engine.serving.batch": ["Batch"],
-    "engine.serving.request": ["BatchRequest"],
+    "engine.serving.batch_request": ["BatchRequest"],
     "engine.streaming": ["AsyncStream", "Stream"],
     "engine.version": ["__version__"],
 }  # fmt: skip

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import engine
 from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import empty_allocators
 from configs import CacheConfig, EngineConfig
 from engine.decoding.driver import Driver
 from engine.decoding.pauses import FindPauses
@@ -22,7 +23,6 @@ from engine.memory.cache_choice import check_new
 from engine.memory.free_memory import find_free
 from engine.model.facts import ModelFacts
 from engine.model.model_runner import ModelRunner
-from engine.out_of_memory import empty_allocators
 from engine.output.hf_streamers import ending
 from engine.parameters import generate_parameters, takes
 from engine.request.call import ONE_TOKEN, Call, read, read_call
@@ -34,8 +34,8 @@ from engine.reuse.prefix_store import PrefixStore
 from engine.run_builder import RunBuilder
 from engine.scoring import PIECE, TextScore, read_texts, score
 from engine.serving.batch import Batch
+from engine.serving.batch_request import BatchRequest
 from engine.serving.many import check_common, generate_many
-from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
 from engine.streaming import AsyncStream, Cancelled, Stream
 

@@ -2,7 +2,7 @@
 
 What follows from this table: the signatures and docstrings that editors show, the checks of a call
 (`engine.request.call`), the options of the command line (`engine.cli.options`), the fields of a request
-(`engine.server.protocol`) and a page of the reference. A new parameter is a row, and the code that uses it.
+(`engine.server.bodies`) and a page of the reference. A new parameter is a row, and the code that uses it.
 Nothing is imported here that takes time: `import engine` shows the parameters to editors before torch is there.
 """
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from caches.platform.as_tensor import as_tensor
-from engine.chats import DEFAULTS, TemplateOptions, ids_of, is_message, written
+from caches.platform.warn_once import warn_once
+from engine.chat_template import DEFAULTS, TemplateOptions, ids_of, is_message, written
 from engine.errors import InputError
-from engine.warn_once import warn_once
 
 ENCODED = "mm_encoder_outputs"  # transformers' name for the outputs of a model's image and sound encoders
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from caches import EngineCache
 from caches.layers.read_by import ReadBy
 from caches.platform.accelerate_hooks import prompt_device
-from caches.platform.out_of_memory import recovering
+from caches.platform.out_of_memory import Exhausted, in_words, recovering
 from caches.platform.torch_api import set_grad_enabled
 from caches.platform.undo import on_failure
 from configs import EngineConfig, checked_fallbacks
@@ -40,14 +40,13 @@ from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.model.model_sizes import vocabulary_of
-from engine.out_of_memory import Exhausted, in_words
 from engine.output.hf_streamers import adapter_for, ending
 from engine.output.stream_buffer import StreamBuffer
 from engine.prompt import EncodedPrompt
 from engine.request.call import Call, read_call, read_parameters
 from engine.request.compatibility import check_together
-from engine.request.continuation import check_content, check_continues, check_goes_on, check_reader
-from engine.request.draft import DraftRequest, read_draft_request
+from engine.request.draft_request import DraftRequest, read_draft_request
+from engine.request.inputs.continuation import check_content, check_continues, check_goes_on, check_reader
 from engine.request.read_request import read_request
 from engine.request.request import Request
 from engine.result import Fallback, nothing_generated

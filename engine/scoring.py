@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import InputError, OptionError
 from engine.prompt import read_prompt, without_padding
-from engine.request.checks import check_vocabulary
+from engine.request.inputs.checks import check_vocabulary
 from engine.result import Generation, finite
 from engine.tables import counted
 from strategies import Emit, Flow, Forward, Task

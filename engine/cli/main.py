@@ -20,15 +20,15 @@ from typing import Annotated, Any
 import typer
 
 from engine.cli import output
-from engine.cli.cache_files import cache
-from engine.cli.caches import caches
-from engine.cli.chat import chat
-from engine.cli.compile import compile
-from engine.cli.generate import generate
+from engine.cli.commands.cache_files import cache
+from engine.cli.commands.caches import caches
+from engine.cli.commands.chat import chat
+from engine.cli.commands.compile import compile
+from engine.cli.commands.generate import generate
+from engine.cli.commands.linears import linears
+from engine.cli.commands.plan import plan
+from engine.cli.commands.serve import serve
 from engine.cli.help import Command
-from engine.cli.linears import linears
-from engine.cli.plan import plan
-from engine.cli.serve import serve
 from engine.errors import EngineError, GenerationInterrupted, OptionError
 from engine.tables import counted
 

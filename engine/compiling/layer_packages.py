@@ -22,9 +22,10 @@ from transformers.utils import ModelOutput
 
 from caches import CacheError, read_specs
 from caches.attention.dense_attention import KERNELS, close_layers
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import first_line, in_words, is_out_of_memory
 from caches.platform.torch_api import hooks_of
 from caches.platform.transformers_api import attn_implementation, records_outputs
+from caches.platform.warn_once import warn_once
 from engine.compiling.compiled_layer import Attentions, CompiledLayer, OtherInputs, attentions_with
 from engine.compiling.layer_attention import Compute
 from engine.compiling.layer_chain import LayerChain, are_chained
@@ -32,8 +33,6 @@ from engine.compiling.layer_step import plain_attributes, rows_like
 from engine.compiling.package_process import check_can_be_built, package_of, start_building, why_failed
 from engine.errors import OptionError
 from engine.kernels.linear_backend import Table
-from engine.out_of_memory import first_line, in_words
-from engine.warn_once import warn_once
 
 _MOST_ROWS, _MOST_TOKENS = 64, 16  # of a step, and of its one row: with more, the products take the time
 _RECORDED = ("output_attentions", "output_hidden_states", "output_router_logits")  # what hooks within layers record

@@ -18,8 +18,8 @@ from engine.loading.load import unwrapped
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
-from engine.request.checks import check_model
-from engine.request.draft import DraftRequest
+from engine.request.draft_request import DraftRequest
+from engine.request.inputs.checks import check_model
 from strategies import SpeculationStats, Strategy
 from strategies.operations import needs_of
 

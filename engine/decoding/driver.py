@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from transformers.utils import ModelOutput
 
-from caches.platform.out_of_memory import is_out_of_memory, without_frames
+from caches.platform.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory, without_frames
 from caches.platform.torch_api import set_grad_enabled
 from caches.platform.undo import on_failure
 from engine.decoding.cancellation import Cancellation, StopAsked
@@ -23,7 +23,6 @@ from engine.errors import (
     OutOfMemoryError,
     UserInterrupt,
 )
-from engine.out_of_memory import Exhausted, empty_allocators, in_words
 from engine.result import Generation, StreamChunk
 from engine.tables import counted
 from strategies import Flow, Forward, NoCandidateError

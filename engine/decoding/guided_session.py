@@ -1,4 +1,4 @@
-"""`GuidedSession`: the model session of a run with classifier-free guidance (see `engine.request.guidance`)."""
+"""`GuidedSession`: the model session of a run with classifier-free guidance (see `engine.request.inputs.guidance`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from caches.platform.out_of_memory import recovering
 from caches.platform.torch_api import tree_map
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.decoding.model_session import ModelSession
-from engine.request.guidance import Guidance
+from engine.request.inputs.guidance import Guidance
 
 T = TypeVar("T")
 

@@ -12,8 +12,9 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache
-from caches.platform.out_of_memory import recovering
+from caches.platform.out_of_memory import Exhausted, recovering
 from caches.platform.torch_api import write_count
+from caches.platform.warn_once import warn_once
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
@@ -23,13 +24,11 @@ from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
 from engine.device_state import Peak, rewinding
 from engine.errors import EngineError
-from engine.out_of_memory import Exhausted
 from engine.output.stream_buffer import StreamBuffer
 from engine.parallel.ranks import ONE_PROCESS, OneProcess
-from engine.request.encoder import encoder_records
+from engine.request.inputs.encoder import encoder_records
 from engine.request.request import Request
 from engine.result import Fallback, Generation, Stats, StreamChunk
-from engine.warn_once import warn_once
 from strategies import Crop, Emit, Finish, Flow, Forward, Hypothesis, Report, Rows
 
 T = TypeVar("T")

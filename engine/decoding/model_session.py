@@ -29,7 +29,7 @@ from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.parallel.ranks import PeerError, PeerOutOfMemory
 from engine.prompt import ENCODED
-from engine.request.encoder import largest_matrix_bytes, source_of
+from engine.request.inputs.encoder import largest_matrix_bytes, source_of
 from strategies import repeat_rows_index
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import numpy as np
 from configs import EngineConfig
 from engine.errors import OptionError
 from engine.generator import Generator
-from engine.serving.request import BatchRequest
+from engine.serving.batch_request import BatchRequest
 
 _MADE = ("text", "finish_reason", "new_tokens", "error")
 _NO_PROMPT = (None, None, 0, "InputError: there is no prompt in this row")

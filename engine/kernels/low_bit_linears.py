@@ -23,9 +23,9 @@ from caches.layers.quirks import read_layers
 from caches.platform.accelerate_hooks import is_dispatched
 from caches.platform.torch_api import KeepsDataTypes, int4_product, int8_product, pack_int4
 from caches.platform.transformers_api import plan_name
+from caches.platform.warn_once import warn_once
 from engine.errors import OptionError
 from engine.kernels.linear_kernels import has_matrix_units, kernels
-from engine.warn_once import warn_once
 
 _FEW_ROWS = 16  # up to so many torch's operators are faster than products with the weights in full
 _BLOCK = 2**22  # elements of the weights in full at a time

@@ -24,15 +24,14 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import first_line, in_words, is_out_of_memory
 from caches.platform.torch_api import inside_compiled
+from caches.platform.warn_once import warn_once
 from configs import EngineConfig
 from engine.errors import EngineError, InputError, OptionError
 from engine.loading.location import ADAPTER, GGUF, locate
 from engine.loading.placement import check_here, read_dtype
-from engine.out_of_memory import first_line, in_words
 from engine.parallel.tensor_parallel import arguments_of_part
-from engine.warn_once import warn_once
 
 _IN_WORDS = (OSError, ValueError, ImportError, SafetensorError)  # whose texts say what happened
 

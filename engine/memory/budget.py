@@ -9,13 +9,13 @@ from transformers import PreTrainedModel
 
 from caches import CacheError, CapacityError
 from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.out_of_memory import Exhausted
 from caches.protocol import can_predict
 from configs import CacheConfig, ConfigError
 from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
 from engine.memory.dry_run import dry_run
 from engine.memory.model_footprint import inspect_model
-from engine.out_of_memory import Exhausted
 from engine.parallel.tensor_parallel import config_of_rank
 from engine.request.run_shape import RunShape
 from engine.result import Fallback

@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 import caches
 from caches import EngineCache
+from caches.platform.warn_once import warn_once
 from configs import CacheConfig, EngineConfig, nearest
 from configs.cache import COMPILED_CACHE, DEFAULT_CACHE, NO_CACHE
 from engine.compiling.compiled_step import makes_graphs
@@ -20,7 +21,6 @@ from engine.memory.plan import choose_cache
 from engine.model.model_lock import turn_of
 from engine.request.call import Call
 from engine.request.request import Request
-from engine.warn_once import warn_once
 
 AUTO = "auto"  # not a backend: a plan chooses one
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import caches
 from caches import CapacityError, EngineCache
 from configs import CacheConfig, EncoderDecoderCacheConfig
-from engine.request.checks import is_fixed
+from engine.request.inputs.checks import is_fixed
 from engine.request.run_shape import RunShape
 from engine.tables import counted
 

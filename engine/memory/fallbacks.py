@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from caches import CacheError
-from caches.platform.out_of_memory import recovering
+from caches.platform.out_of_memory import Exhausted, empty_allocators, in_words, recovering
 from configs import ConfigError
 from engine.decoding.model_session import ModelSession
-from engine.out_of_memory import Exhausted, empty_allocators, in_words
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")

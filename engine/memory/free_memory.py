@@ -14,7 +14,7 @@ import torch
 
 from caches import CapacityError
 from caches.memory.folders import disk_folder
-from engine.host_allocator import give_back_freed_memory
+from caches.platform.host_allocator import give_back_freed_memory
 
 _CGROUPS = Path("/sys/fs/cgroup")
 

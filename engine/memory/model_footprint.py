@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import caches
 from caches import LayerSpec, read_specs
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import first_line, in_words, is_out_of_memory
 from caches.platform.transformers_api import attn_implementation, model_from_config
 from configs.cache import DEFAULT_CACHE
 from engine.errors import EngineError, InputError
@@ -26,7 +26,6 @@ from engine.memory.working_memory import MaskedSteps, PerToken, WorkingMemory
 from engine.model.cache_argument import cache_argument
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import most_positions
-from engine.out_of_memory import first_line, in_words
 
 # The methods by which models write into a cache: which dimension of their tensors counts tokens.
 _TOKEN_DIMENSIONS: dict[str, dict[str, int]] = {

@@ -21,8 +21,8 @@ from engine.loading.placement import read_device, read_dtype
 from engine.memory.dry_run import dry_run
 from engine.memory.free_memory import Free, find_free
 from engine.memory.model_footprint import inspect_model, weight_bytes
+from engine.memory.plan_table import Plan
 from engine.memory.planner import PlannedModel, Planner, choose, lossless
-from engine.memory.report import Plan
 from engine.model.facts import stored_whys
 from engine.parallel.ranks import OneProcess, ranks_of
 from engine.parallel.tensor_parallel import check_divides, config_of_rank, part_bytes, part_of

@@ -19,7 +19,7 @@ from engine.memory.cache_size import empty_cache
 from engine.memory.dry_run import CacheUsage, dry_run
 from engine.memory.free_memory import Free
 from engine.memory.model_footprint import ModelFootprint
-from engine.memory.report import BackendPlan
+from engine.memory.plan_table import BackendPlan
 from engine.request.run_shape import RunShape
 from engine.tables import lengths, megabytes
 

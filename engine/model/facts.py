@@ -21,11 +21,10 @@ from caches import EngineCache
 from caches.layers.model_version import ModelVersion, model_version
 from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.machine import cache_folder, write_atomically
-from caches.platform.out_of_memory import is_out_of_memory, recovering
+from caches.platform.out_of_memory import empty_allocators, in_words, is_out_of_memory, recovering
 from caches.platform.transformers_api import attn_implementation
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
-from engine.out_of_memory import empty_allocators, in_words
 from engine.version import __version__
 
 _METHOD = 2  # version of the trials: answers of other versions are ignored

@@ -15,13 +15,13 @@ from transformers.utils import ModelOutput
 
 from caches import EngineCache, UnknownContentError, UnsupportedLayerError, read_specs
 from caches.platform.accelerate_hooks import is_dispatched, prompt_device
+from caches.platform.host_allocator import keep_freed_memory
 from caches.platform.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.platform.transformers_api import can_compile_fullgraph
 from caches.protocol import attention_view
 from engine.compiling.compiled_step import compiled, first_reason, makes_graphs, step_of
 from engine.compiling.layer_packages import ComputeAgain, LayerPackages
 from engine.errors import InputError, OptionError
-from engine.host_allocator import keep_freed_memory
 from engine.kernels import packed_attention
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
 from engine.kernels.linear_routes import TORCH

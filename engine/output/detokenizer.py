@@ -6,9 +6,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from engine.chats import special_tokens
+from engine.chat_template import special_tokens
+from engine.output.stop_strings import StopStrings
 
 _PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 _HALF = "\ufffd"
@@ -35,7 +34,7 @@ class RowText:
     ):
         self._tokenizer = tokenizer
         self._decoding = _PLAIN if decoding is None else decoding
-        self._stops = tuple(stop_strings)
+        self._stops = StopStrings(stop_strings)
         self._special: dict[int, str] = {}  # not part of the text, but stop strings may contain them
         if self._stops and self._decoding.get("skip_special_tokens"):
             self._special = special_tokens(tokenizer)
@@ -106,10 +105,9 @@ class RowText:
 
     def _end_of(self, middle: list[int], context_ids: list[int]) -> str:
         """The end of the text of `context_ids` in which a stop string may begin, without the text of `middle`."""
-        longest = max(map(len, self._stops)) - 1
         decoding = _PLAIN | {"skip_special_tokens": False}
         text = self._tokenizer.decode(context_ids, **decoding)[len(self._tokenizer.decode(middle, **decoding)) :]
-        return text.rstrip(_HALF)[-longest:] if longest > 0 else ""
+        return self._stops.end_of(text.rstrip(_HALF))
 
     def _hidden(self, delta: str) -> int:
         """How many characters at the beginning of `delta` are missing if the new tokens are decoded alone."""
@@ -130,31 +128,15 @@ class RowText:
         pending = [*self._withheld, *((character, index >= hidden) for index, character in enumerate(delta))]
         text, withheld = "".join(character for character, _ in pending), len(self._withheld)
         # A stop string that ends before `delta` is part of the prompt.
-        begins = [text.find(stop, max(0, withheld - len(stop) + 1)) for stop in self._stops]
-        matches = [begin for begin in begins if begin >= 0]
-        if matches:
+        if (begin := self._stops.first(text, withheld)) is not None:
             self.stopped, self._withheld = True, []
-            released = _visible(pending[: min(matches)])
+            released = _visible(pending[:begin])
         else:
-            safe = len(pending) - self._stop_prefix(text)
+            safe = len(pending) - self._stops.begun(text)
             released, self._withheld = _visible(pending[:safe]), pending[safe:]
         self.text += released
         return released
 
-    def _stop_prefix(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
-        longest = max((len(stop) for stop in self._stops), default=0) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
-
 
 def _visible(characters: Sequence[tuple[str, bool]]) -> str:
     return "".join(character for character, visible in characters if visible)
-
-
-def ends_of(prompts: torch.Tensor, stop_strings: Sequence[str]) -> list[list[int]]:
-    """The last ids of each row of `prompts` [rows, columns], pad tokens included, in which a stop string may begin."""
-    columns = max((len(stop) for stop in stop_strings), default=0) + 4
-    return prompts[:, -columns:].tolist() if stop_strings else [[] for _ in prompts]

@@ -10,8 +10,9 @@ import torch
 from transformers import TextStreamer
 
 from caches.platform.undo import on_failure
-from engine.chats import special_tokens
-from engine.output.detokenizer import RowText, ends_of
+from engine.chat_template import special_tokens
+from engine.output.detokenizer import RowText
+from engine.output.stop_strings import ends_of
 from engine.result import StreamChunk
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from engine.errors import EngineError
-from engine.output.detokenizer import RowText, ends_of
+from engine.output.detokenizer import RowText
 from engine.output.hf_streamers import StreamerAdapter
+from engine.output.stop_strings import ends_of
 from engine.result import StreamChunk, TokenLogprob
 from strategies import Hypothesis
 

@@ -19,11 +19,10 @@ import torch
 from torch import distributed, nn
 from transformers import PreTrainedModel
 
-from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.out_of_memory import Exhausted, in_words, is_out_of_memory
 from caches.platform.transformers_api import plan_name, rank_count, rank_mesh
 from engine.device_state import random_state, set_random_state
 from engine.errors import EngineError, OptionError
-from engine.out_of_memory import Exhausted, in_words
 from engine.parallel.board import shared_board
 
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from engine.errors import InputError, OptionError
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner
 from engine.model.rope_probe import check_rope
-from engine.request.checks import check_positions, is_fixed
-from engine.request.guidance import check_padding_is_neutral
+from engine.request.inputs.checks import check_positions, is_fixed
+from engine.request.inputs.guidance import check_padding_is_neutral
 from engine.request.request import Request
 from engine.tables import lengths
 

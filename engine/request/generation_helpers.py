@@ -25,9 +25,9 @@ from engine.model.model_sizes import vocabulary_of
 from engine.parallel.ranks import ranks_of
 from engine.prompt import Prompt
 from engine.request.call import Call
-from engine.request.constraint import leave_out_own_settings, read_constraints
-from engine.request.encoder import Source
-from engine.request.grammar import Grammar
+from engine.request.constraints.constraint import leave_out_own_settings, read_constraints
+from engine.request.constraints.grammar import Grammar
+from engine.request.inputs.encoder import Source
 from engine.request.logits_processors import Processing, name_of
 from engine.request.time_limit import of_all_ranks
 

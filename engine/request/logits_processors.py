@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 
 from caches.platform.transformers_api import constraint_of
 from engine.errors import EngineError, OptionError
-from engine.request.grammar import Grammar
+from engine.request.constraints.grammar import Grammar
 from strategies import repeat_rows_index
 
 

@@ -28,7 +28,7 @@ from caches.platform.transformers_api import (
     prepare_special_tokens,
     special_tokens,
 )
-from engine.chats import OPTIONS, TemplateOptions, chat_ends
+from engine.chat_template import OPTIONS, TemplateOptions, chat_ends
 from engine.device_state import seeded
 from engine.errors import OptionError
 from engine.model.forward_parameters import forward_parameters
@@ -36,7 +36,16 @@ from engine.model.model_sizes import vocabulary_of
 from engine.parameters import PARAMETERS
 from engine.prompt import EncodedPrompt, Prompt, is_chat, read_prompt
 from engine.request.call import SAMPLING, Call, read_own
-from engine.request.checks import (
+from engine.request.generation_helpers import (
+    Criteria,
+    ended,
+    processing,
+    read_grammar,
+    replaces,
+    stop_strings,
+    what_is_read,
+)
+from engine.request.inputs.checks import (
     check_applies,
     check_embeds,
     check_ids,
@@ -50,20 +59,11 @@ from engine.request.checks import (
     check_positions,
     check_said_ids,
 )
-from engine.request.continuation import known_mask
-from engine.request.encoder import Source, read_source
-from engine.request.generation_helpers import (
-    Criteria,
-    ended,
-    processing,
-    read_grammar,
-    replaces,
-    stop_strings,
-    what_is_read,
-)
-from engine.request.guidance import ARGUMENTS, check_guidance, read_guidance
+from engine.request.inputs.continuation import known_mask
+from engine.request.inputs.encoder import Source, read_source
+from engine.request.inputs.guidance import ARGUMENTS, check_guidance, read_guidance
+from engine.request.inputs.model_kwargs import complete_model_kwargs
 from engine.request.lengths import Lengths
-from engine.request.model_kwargs import complete_model_kwargs
 from engine.request.parameter_hints import hint
 from engine.request.request import Request
 from engine.request.strategy import check_logprobs, choose_strategy, pop_own_options

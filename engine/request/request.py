@@ -10,9 +10,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from engine.prompt import Prompt
-from engine.request.encoder import Recover, Source, encode
-from engine.request.grammar import Grammar
-from engine.request.guidance import Guidance
+from engine.request.constraints.grammar import Grammar
+from engine.request.inputs.encoder import Recover, Source, encode
+from engine.request.inputs.guidance import Guidance
 from engine.request.lengths import Lengths
 from engine.request.logits_processors import Processing
 from engine.request.run_shape import RunShape

@@ -20,7 +20,7 @@ import strategies
 from caches.platform.transformers_api import default_generation_params
 from engine.errors import OptionError
 from engine.request.call import Call, read
-from engine.request.grammar import MOST_FORCED, Grammar
+from engine.request.constraints.grammar import MOST_FORCED, Grammar
 from strategies import Strategy
 from strategies.operations import needs_of
 

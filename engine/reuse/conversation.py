@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.chats import CLOSED, TemplateOptions, ids_of, special_tokens, written
+from engine.chat_template import CLOSED, TemplateOptions, ids_of, special_tokens, written
 from engine.errors import InputError
 
 Message = dict[str, Any]

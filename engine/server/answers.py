@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from engine.chats import special_tokens
+from engine.chat_template import special_tokens
 from engine.output.detokenizer import RowText
 from engine.result import Generation, StreamChunk, TokenLogprob
 

@@ -20,8 +20,8 @@ from caches.platform.out_of_memory import is_out_of_memory
 from engine.errors import InputError
 from engine.result import StreamChunk
 from engine.server.answers import error
+from engine.server.bodies import ChatRequest, CompletionRequest
 from engine.server.gate import Gate, places_of
-from engine.server.protocol import ChatRequest, CompletionRequest
 from engine.server.service import Job, Refusal, Service, refusal
 from engine.version import __version__
 

@@ -15,8 +15,8 @@ import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
+from caches.platform.host_allocator import give_back_freed_memory
 from caches.platform.out_of_memory import is_out_of_memory
-from engine.host_allocator import give_back_freed_memory
 from engine.server.answers import error
 from engine.server.listening import host_name
 

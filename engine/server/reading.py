@@ -11,10 +11,10 @@ from jinja2 import Environment, meta
 
 import strategies
 from configs import ConfigError
-from engine.chats import TemplateOptions, ids_of, written
+from engine.chat_template import TemplateOptions, ids_of, written
 from engine.errors import InputError, OptionError
 from engine.prompt import text_ids
-from engine.server.protocol import ChatRequest, CompletionRequest
+from engine.server.bodies import ChatRequest, CompletionRequest
 from engine.server.texts import Texts
 from strategies import Strategy
 from strategies.operations import needs_of

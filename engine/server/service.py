@@ -26,12 +26,12 @@ from engine.errors import (
 )
 from engine.memory.plan import usable_caches
 from engine.prompt import EncodedPrompt
-from engine.request.checks import check_vocabulary
+from engine.request.inputs.checks import check_vocabulary
 from engine.result import Generation, StreamChunk, TokenLogprob
 from engine.scoring import scoring
 from engine.server.answers import Answer, added, error
+from engine.server.bodies import ChatRequest, CompletionRequest
 from engine.server.metrics import Metrics, TokenClock
-from engine.server.protocol import ChatRequest, CompletionRequest
 from engine.server.reading import (
     MOST_LOGPROBS_WRITTEN,
     Limits,
@@ -44,8 +44,8 @@ from engine.server.reading import (
 )
 from engine.server.texts import LONG_CHARACTERS, Texts
 from engine.serving.batch import Batch
+from engine.serving.batch_request import BatchRequest
 from engine.serving.counts import BatchState
-from engine.serving.request import BatchRequest
 
 _ENCODED_TOKENS = 4096  # of a prompt, for encoders whose settings have no limit
 _NO_MEMORY = "memory is out, so the request was not read: try again later, or send a shorter one"

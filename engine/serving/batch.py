@@ -13,10 +13,10 @@ from itertools import count
 from types import TracebackType
 from typing import Any
 
+from caches.platform.out_of_memory import in_words
 from engine.errors import EngineError, OptionError
-from engine.out_of_memory import in_words
+from engine.serving.batch_request import BatchRequest
 from engine.serving.counts import BatchState, Counts
-from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
 _STATE_S = 0.25  # between two looks at a batch

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.decoding.cancellation import Cancellation
 from engine.errors import InputError, OptionError, UserInterrupt
-from engine.serving.request import BatchRequest
+from engine.serving.batch_request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
 _SLOW_S = 0.01  # an iterable that takes longer for a prompt is slow

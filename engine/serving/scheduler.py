@@ -16,15 +16,14 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.utils import ModelOutput
 
-from caches.platform.out_of_memory import is_out_of_memory, recovering
+from caches.platform.out_of_memory import empty_allocators, is_out_of_memory, recovering
 from engine.decoding.driver import Driver, Turn
 from engine.errors import EngineError, GenerationCancelled
 from engine.model.model_runner import ModelRunner
-from engine.out_of_memory import empty_allocators
 from engine.parallel.ranks import OneProcess, PeerError
 from engine.result import Generation, StreamChunk, nothing_generated
+from engine.serving.batch_request import BatchRequest
 from engine.serving.counts import BatchState, Counts
-from engine.serving.request import BatchRequest
 from strategies import Forward
 
 _logger = logging.getLogger("engine")

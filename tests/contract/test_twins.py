@@ -34,7 +34,7 @@ OTHER_WORDS = {
     ("engine/kernels/low_bit_linears.py", "hqq"),
     ("engine/request/parameter_hints.py", "quantized"),
     ("engine/request/parameter_hints.py", "sliding_window"),
-    ("engine/server/protocol.py", "none"),
+    ("engine/server/bodies.py", "none"),
     ("engine/model/model_sizes.py", "dynamic"),
     ("engine/model/rope_frequencies.py", "dynamic"),
     ("engine/server/reading.py", "none"),
@@ -260,7 +260,7 @@ def test_few_bits_of_keys_per_token_warn_once_before_any_work(monkeypatch, caplo
 
 
 def test_a_strategy_under_another_name_has_the_limits_of_the_original(strategy_twins):
-    from engine.server.protocol import ChatRequest
+    from engine.server.bodies import ChatRequest
     from engine.server.reading import Limits, parameters
 
     def asked(name: str, **more: Any) -> str:

@@ -7,7 +7,7 @@ import random_outcomes
 from random_outcomes import PAGE, literals, on_the_page, told
 from transformers import GenerationConfig
 
-from engine.request import checks
+from engine.request.inputs import checks
 
 REFUSED = [row.beginning for row in told() if row.table == "Refused by kvengine"]
 REASONS = checks._CHANGE_THE_TEXT | {name: f": {reason}" for name, reason in checks._REMEDIES.items()}

@@ -16,10 +16,10 @@ from fallbacks import OutAt, prompt, run
 
 import caches
 import engine
+from caches.platform import host_allocator, out_of_memory
 from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
 from caches.platform.undo import on_failure
 from configs import EngineConfig
-from engine import host_allocator, out_of_memory
 
 YES = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),

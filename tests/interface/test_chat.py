@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, DynamicCache, GenerationConfig, TextIter
 
 import caches
 import engine
-from engine.chats import TemplateOptions, chat_ends
+from engine.chat_template import TemplateOptions, chat_ends
 from engine.decoding.loop import DecodingLoop
 from engine.reuse.conversation import flat
 

@@ -11,11 +11,11 @@ from chat_templates import KINDS, WITHOUT_SYSTEM, WITHOUT_TOOLS, closing, of_pie
 from transformers import TextStreamer
 
 import engine
-from engine import chats
-from engine.chats import TemplateOptions, chat_ends, ids_of, written
+from caches.platform.warn_once import warn_once
+from engine import chat_template
+from engine.chat_template import TemplateOptions, chat_ends, ids_of, written
 from engine.prompt import text_ids
 from engine.reuse.conversation import flat
-from engine.warn_once import warn_once
 
 USER = {"role": "user", "content": "How are you?"}
 BEGUN = [USER, {"role": "assistant", "content": "I am"}]
@@ -477,5 +477,5 @@ def test_two_beginnings_are_said_once(caplog):
     assert text_ids("plain", tokenizer)
     assert tokenizer_of("mistral")("<s><s>")  # a tokenizer that adds none
     text_ids("<s><s>", tokenizer_of("mistral"))
-    assert chats.written(tokenizer, [USER], TemplateOptions())
+    assert chat_template.written(tokenizer, [USER], TemplateOptions())
     assert not caplog.text

@@ -95,7 +95,7 @@ def test_errors_of_the_other_commands(cli, arguments, message):
 
 def test_an_interrupt_says_what_there_is(cli, monkeypatch):
     """Between two pieces Ctrl-C is Python's own; before there is a run, it is told without a number."""
-    from engine.cli import generate
+    from engine.cli.commands import generate
     from engine.result import StreamChunk
 
     def press(*_):

@@ -17,9 +17,9 @@ import caches
 import configs
 import engine
 import strategies
-from engine.cli.generate import generate
+from engine.cli.commands.generate import generate
 from engine.cli.values import assignments
-from engine.memory.report import BackendPlan
+from engine.memory.plan_table import BackendPlan
 
 PROMPT = "import os\n"
 HEADINGS = [

@@ -145,8 +145,8 @@ def test_random_schemas(seed):
 def test_states_answer_as_if_the_text_were_read_from_its_beginning():
     """What is an end is a function of the text, however it was come by."""
     from engine.request.call import read_call
-    from engine.request.constraint import read_constraints
-    from engine.request.grammar import Grammar
+    from engine.request.constraints.constraint import read_constraints
+    from engine.request.constraints.grammar import Grammar
 
     draw, dot = Random(1), id_of(".")
 

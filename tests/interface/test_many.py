@@ -23,11 +23,11 @@ from arrivals import BACKENDS, STRATEGIES, Broken, memory_always_out, run
 
 import caches
 import engine
+from caches.platform.out_of_memory import Exhausted
 from engine.decoding.model_session import ModelSession
 from engine.model import joined_step
-from engine.out_of_memory import Exhausted
+from engine.serving.batch_request import BatchRequest
 from engine.serving.many import generate_many
-from engine.serving.request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
 NEW = 6

@@ -14,9 +14,9 @@ from jsonschema import Draft202012Validator
 from schemas import STRATEGIES, VOCABULARY, generator, tokenizer
 
 from engine.request.call import read_call
-from engine.request.constraint import read_constraints
-from engine.request.grammar import Grammar
-from engine.request.number_length import NumberLength, Reading, number_length
+from engine.request.constraints.constraint import read_constraints
+from engine.request.constraints.grammar import Grammar
+from engine.request.constraints.number_length import NumberLength, Reading, number_length
 
 ENDLESS = {
     "range": {"type": "number", "minimum": 0.5, "maximum": 0.75},

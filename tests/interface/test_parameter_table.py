@@ -15,7 +15,7 @@ from engine.cli.main import app
 from engine.cli.values import generation_parameters
 from engine.parameters import PARAMETERS
 from engine.request.call import read
-from engine.server.protocol import ChatRequest
+from engine.server.bodies import ChatRequest
 
 COMMAND = typer.main.get_command(app).commands["generate"]
 NUMBERS = [name for name, row in PARAMETERS.items() if row.reader and row.reader.scalar in (int, float)]
@@ -109,7 +109,7 @@ ELSEWHERE = {
         "on_oom",  # of EngineConfig
         "max_time",  # of the server
     },
-    "engine/server/protocol.py": {
+    "engine/server/bodies.py": {
         # OpenAI's fields, with ranges of the table.
         "temperature", "top_p", "seed", "top_logprobs", "response_format",
         "continue_final_message", "add_generation_prompt", "sanitize_control_tokens",

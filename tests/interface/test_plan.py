@@ -35,8 +35,8 @@ from engine.memory.free_memory import Free, find_free
 from engine.memory.model_footprint import _Inspection, inspect_model
 from engine.memory.peak_memory import FusedAttention, PeakMemory
 from engine.memory.plan import cache_bytes, read_planned_model, usable_caches
+from engine.memory.plan_table import BackendPlan
 from engine.memory.planner import _FRAGMENTS, Planner, choose
-from engine.memory.report import BackendPlan
 from engine.request.run_shape import RunShape
 from engine.tables import megabytes
 

@@ -10,7 +10,7 @@ from chat_templates import tokenizer_of
 from served import NAME, served
 
 import engine
-from engine.chats import TemplateOptions, ids_of, written
+from engine.chat_template import TemplateOptions, ids_of, written
 
 USER = {"role": "user", "content": "How are you?"}
 BEGUN = [USER, {"role": "assistant", "content": "I am"}]

@@ -18,8 +18,8 @@ from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizer
 
 import engine
 from engine.request.call import read_call
-from engine.request.constraint import read_constraints
-from engine.request.grammar import Grammar
+from engine.request.constraints.constraint import read_constraints
+from engine.request.constraints.grammar import Grammar
 from engine.reuse.conversation import flat
 
 pytest.importorskip("llguidance", reason="the extra grammar is not installed")

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import caches
 import engine
-from engine.warn_once import warn_once
+from caches.platform.warn_once import warn_once
 
 NEW = 6
 

@@ -7,7 +7,7 @@ import torch
 from architectures import prompt, randomised
 
 import engine
-from engine.warn_once import warn_once
+from caches.platform.warn_once import warn_once
 
 NEW = 15
 _XLM = dict(

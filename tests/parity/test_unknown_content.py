@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import caches
 import engine
-from engine.request import continuation
+from engine.request.inputs import continuation
 
 NEW = 4
 FILLED = {

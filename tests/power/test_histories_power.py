@@ -8,7 +8,7 @@ import caches
 from caches.hf import adapter
 from caches.transfer import comparison
 from engine import run_builder
-from engine.request import continuation
+from engine.request.inputs import continuation
 
 BREAKAGES = {
     "unknown content passes": (run_builder, "check_content", lambda *arguments: None),

@@ -16,7 +16,7 @@ from injection import ERRORS, decoder_layers
 
 import caches
 import engine
-from engine.serving.request import BatchRequest
+from engine.serving.batch_request import BatchRequest
 
 KINDS = ("llama", "gemma2", "lfm2", "jamba", "gpt2", "llama4_text")
 BACKENDS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,8 @@ from caches.stores.sink import Sinks
 from caches.timeline.timeline import Timeline
 from engine.decoding import records
 from engine.model.columns import Columns
-from engine.request import checks, read_request
+from engine.request import read_request
+from engine.request.inputs import checks
 from strategies import Task, sampling
 from strategies.beam_search import BeamState
 from strategies.speculative import VerifiedText
@@ -186,7 +187,7 @@ def keep_the_worst_beams(patch: Patch) -> None:
 
 
 def show_half_stop_strings(patch: Patch) -> None:
-    patch.setattr("engine.output.detokenizer.RowText._stop_prefix", lambda self, text: 0)
+    patch.setattr("engine.output.stop_strings.StopStrings.begun", lambda self, text: 0)
 
 
 def leave_streams_where_they_are(patch: Patch) -> None:

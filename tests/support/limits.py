@@ -34,8 +34,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine
 from caches.attention import dense_attention
+from caches.platform.host_allocator import give_back_freed_memory
 from caches.quantization import fused_attention
-from engine.host_allocator import give_back_freed_memory
 from engine.memory.plan import cache_bytes
 
 PER_CALL = 6  # limits for the same call, which is run once without any

@@ -8,11 +8,9 @@ from places import ROOMS, ROOT
 # Lowest first. A part may import those of lower lines, and the parts of the first line each other.
 ENGINE = [
     {
-        "chats",
+        "chat_template",
         "device_state",
         "errors",
-        "host_allocator",
-        "out_of_memory",
         "parameters",
         "readers",
         "result",
@@ -20,7 +18,6 @@ ENGINE = [
         "rows",
         "tables",
         "version",
-        "warn_once",
     },
     {"output", "kernels", "parallel"},
     {"compiling", "loading"},

@@ -485,7 +485,7 @@ def test_a_cache_is_built_from_a_configuration(wrong, kind):
 
 def test_images_cannot_be_read_in_pieces():
     from engine.prompt import Prompt
-    from engine.request.checks import check_pieces
+    from engine.request.inputs.checks import check_pieces
 
     with_image = Prompt(IDS, None, {"pixel_values": torch.zeros(1, 3, 4, 4)})
     check_pieces(with_image, None)

@@ -92,7 +92,7 @@ ALLOWED = {
     ("", "leaves", "tree_leaves"): "a function of torch",
     ("", "look", "look_up"): "to look up",
     ("", "look", "_look_ahead"): "contrastive search looks ahead by a token",
-    ("engine/memory/report.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
+    ("engine/memory/plan_table.py", "staging", ""): "public: a key of `Plan`'s bytes_by_place",
     ("engine/export.py", "seen", "seen"): "public: an argument of the exported program",
     ("caches/transfer/export_buffers.py", "seen", "seen"): "public: an argument of the exported program",
     ("native/products.cpp", "lane", "lane"): "a lane of a SIMD register",

@@ -22,10 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import caches
 import engine
+from caches.platform.warn_once import warn_once
 from engine.kernels import linear_routes, low_bit_linears
 from engine.kernels.linear_kernels import has_matrix_units, kernels
 from engine.kernels.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
-from engine.warn_once import warn_once
 
 
 def weights_of(layer):

@@ -9,7 +9,7 @@ import torch
 from architectures import prompt, tiny_model
 
 import engine
-from engine.out_of_memory import first_line, in_words
+from caches.platform.out_of_memory import first_line, in_words
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from engine.errors import OptionError
 from engine.readers import is_pydantic
 from engine.request.call import Call
-from engine.request.number_length import NumberLength, number_length
+from engine.request.constraints.number_length import NumberLength, number_length
 
 NAMES = ("response_format", "json_schema", "regex", "choices", "grammar")
 # Between tokens of JSON a blank, or a line break with its indentation. Small models close a list at once that they may

@@ -15,8 +15,8 @@ from caches import EngineCache
 from engine.errors import InputError, OptionError
 from engine.model.model_runner import ModelRunner
 from engine.prompt import Prompt, read_prompt
-from engine.request.checks import check_vocabulary
-from engine.request.model_kwargs import complete_model_kwargs
+from engine.request.inputs.checks import check_vocabulary
+from engine.request.inputs.model_kwargs import complete_model_kwargs
 
 ARGUMENTS = ("negative_prompt", "negative_prompt_ids", "negative_prompt_attention_mask")
 

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerFast
 
-from engine.chats import special_tokens
+from engine.chat_template import special_tokens
 from engine.errors import OptionError
-from engine.request.constraint import Constraint
-from engine.request.number_length import Reading, number_tokens
+from engine.request.constraints.constraint import Constraint
+from engine.request.constraints.number_length import Reading, number_tokens
 
 _logger = logging.getLogger("engine")
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from caches.platform.warn_once import warn_once
 from engine.errors import InputError, OptionError
-from engine.warn_once import warn_once
 
 Message = Mapping[str, Any]
 OPTIONS = ("continue_final_message", "add_generation_prompt", "sanitize_control_tokens")

@@ -14,8 +14,8 @@ from engine.errors import OptionError
 from engine.model.model_sizes import most_positions
 from engine.prompt import PER_TOKEN, move
 from engine.request.call import Call
-from engine.request.encoder import Recover, Source, encode, source_again
-from engine.request.model_kwargs import complete_model_kwargs
+from engine.request.inputs.encoder import Recover, Source, encode, source_again
+from engine.request.inputs.model_kwargs import complete_model_kwargs
 from engine.request.request import Request
 from engine.request.vocabulary import Translator
 from engine.tables import lengths

@@ -210,7 +210,7 @@ class Message(BaseModel):
 class ChatRequest(_Request):
     """Of /v1/chat/completions. max_completion_tokens and max_tokens are the same.
 
-    continue_final_message, add_generation_prompt, sanitize_control_tokens: see `engine.chats.TemplateOptions`.
+    continue_final_message, add_generation_prompt, sanitize_control_tokens: see `engine.chat_template.TemplateOptions`.
     """
 
     echo: ClassVar[bool] = False  # of completions alone

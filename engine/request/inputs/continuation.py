@@ -15,8 +15,8 @@ from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
 from engine.prompt import PER_TOKEN
-from engine.request.encoder import source_of
-from engine.request.model_kwargs import has_placeholders
+from engine.request.inputs.encoder import source_of
+from engine.request.inputs.model_kwargs import has_placeholders
 from engine.request.request import Request
 
 _PIECE = 4096  # tokens of all rows that are compared at a time

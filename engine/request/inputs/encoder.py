@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from caches.platform.accelerate_hooks import input_embeddings, prompt_device
 from caches.platform.as_tensor import as_tensor
-from caches.platform.out_of_memory import recovering
+from caches.platform.out_of_memory import empty_allocators, in_words, recovering
 from caches.platform.transformers_api import (
     prepare_decoder_input_ids,
     prepare_encoder_kwargs,
@@ -22,13 +22,12 @@ from caches.platform.transformers_api import (
     prepare_special_tokens,
     special_tokens,
 )
-from engine.chats import DEFAULTS, TemplateOptions
+from engine.chat_template import DEFAULTS, TemplateOptions
 from engine.errors import InputError, OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_lock import turn_of
-from engine.out_of_memory import empty_allocators, in_words
 from engine.prompt import Prompt, as_embeds, as_ids, as_mask, merged, move, read_prompt
-from engine.request.checks import check_vocabulary
+from engine.request.inputs.checks import check_vocabulary
 from engine.rows import index_rows, join_rows
 
 Recover = Callable[[BaseException, int, int], int]

@@ -1,0 +1,1 @@
+"""What form a text must have: schemas, regular expressions, choices, grammars."""

@@ -1,0 +1,1 @@
+"""What a model reads: checks of the prompt, sources, further inputs, guidance, and what is in a cache already."""
