@@ -12,6 +12,7 @@ import torch
 from transformers.utils import ModelOutput
 
 from caches import CacheError, EngineCache
+from caches.platform.device_state import Peak, rewinding
 from caches.platform.out_of_memory import Exhausted, recovering
 from caches.platform.torch_api import write_count
 from caches.platform.warn_once import warn_once
@@ -22,7 +23,6 @@ from engine.decoding.records import Checkpoints, Records
 from engine.decoding.run_clock import RunClock
 from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Tokens
-from engine.device_state import Peak, rewinding
 from engine.errors import EngineError
 from engine.output.stream_buffer import StreamBuffer
 from engine.parallel.ranks import ONE_PROCESS, OneProcess

@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import ModelOutput
 
+from caches.platform.device_state import random_state, set_random_state
 from caches.platform.torch_api import tree_map
-from engine.device_state import random_state, set_random_state
 from engine.result import TokenLogprob
 
 # By field of `Generation`: the parameter that asks for it, and its names in the outputs of a forward.

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import torch
 
 from caches import TokenLog
+from caches.platform.device_state import ASYNCHRONOUS, reads_late
 from caches.platform.torch_api import always_writable
-from engine.device_state import ASYNCHRONOUS, reads_late
 from engine.model.growing_columns import room_for, widened
 
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"

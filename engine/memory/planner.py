@@ -11,10 +11,10 @@ import torch
 from transformers import PreTrainedConfig
 
 import caches
+from caches.platform.device_state import reads_late
 from caches.protocol import attention_view
 from configs import CacheConfig, ConfigError
 from configs.cache import COMPILED_CACHE, DEFAULT_CACHE
-from engine.device_state import reads_late
 from engine.memory.cache_size import empty_cache
 from engine.memory.dry_run import CacheUsage, dry_run
 from engine.memory.free_memory import Free

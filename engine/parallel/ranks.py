@@ -19,9 +19,9 @@ import torch
 from torch import distributed, nn
 from transformers import PreTrainedModel
 
+from caches.platform.device_state import random_state, set_random_state
 from caches.platform.out_of_memory import Exhausted, in_words, is_out_of_memory
 from caches.platform.transformers_api import plan_name, rank_count, rank_mesh
-from engine.device_state import random_state, set_random_state
 from engine.errors import EngineError, OptionError
 from engine.parallel.board import shared_board
 

@@ -21,6 +21,7 @@ from transformers import (
 
 from caches import EngineCache
 from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.device_state import seeded
 from caches.platform.transformers_api import (
     prepare_attention_mask,
     prepare_generated_length,
@@ -29,7 +30,6 @@ from caches.platform.transformers_api import (
     special_tokens,
 )
 from engine.chat_template import OPTIONS, TemplateOptions, chat_ends
-from engine.device_state import seeded
 from engine.errors import OptionError
 from engine.model.forward_parameters import forward_parameters
 from engine.model.model_sizes import vocabulary_of

@@ -12,7 +12,7 @@ from threads import CALLS, cells_of, generators, texts_of_threads
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import engine
-from engine.device_state import Peak
+from caches.platform.device_state import Peak
 from engine.kernels import linear_backend, linear_routes
 
 FEW = CALLS[1:2] + CALLS[5:6] + CALLS[8:9] + CALLS[13:14]

@@ -9,7 +9,6 @@ from places import ROOMS, ROOT
 ENGINE = [
     {
         "chat_template",
-        "device_state",
         "errors",
         "parameters",
         "readers",
