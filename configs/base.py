@@ -7,7 +7,7 @@ import difflib
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -44,7 +44,7 @@ class Config:
 
     absent: ClassVar[dict[str, str]] = {}
     """Options of related configurations that this one lacks, with the reason for the error message."""
-    choices: ClassVar[dict[str, Collection[Any]]] = {}
+    choices: ClassVar[dict[str, Collection[object]]] = {}
     """The values of options that have a fixed set of them."""
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Config:
             object.__setattr__(self, name, value)
         self.validate()
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
+    def __iter__(self) -> Iterator[tuple[str, object]]:
         return iter(self.to_dict().items())
 
     def validate(self) -> None:
@@ -98,12 +98,12 @@ class Config:
         return in_words
 
     @classmethod
-    def defaults(cls) -> dict[str, Any]:
+    def defaults(cls) -> dict[str, object]:
         """The default of every option."""
         return {field.name: field.default for field in dataclasses.fields(cls)}
 
     @classmethod
-    def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
+    def from_dict(cls: type[C], data: Mapping[str, object], **overrides: object) -> C:
         """Build from a dict; `overrides` win. Raises `ConfigError` with the nearest names for an unknown key."""
         values = {**data, **overrides}
         for key in values:
@@ -114,7 +114,7 @@ class Config:
         return cls(**values)
 
     @classmethod
-    def from_json_file(cls: type[C], path: str | Path, **overrides: Any) -> C:
+    def from_json_file(cls: type[C], path: str | Path, **overrides: object) -> C:
         """`from_dict` of a JSON file. Every `ConfigError` names the file, and the position of a syntax error."""
         try:
             data = json.loads(Path(path).read_bytes())
@@ -127,12 +127,12 @@ class Config:
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error
 
-    def update(self: C, **changes: Any) -> tuple[C, dict[str, Any]]:
+    def update(self: C, **changes: object) -> tuple[C, dict[str, object]]:
         """A copy with these changes, and a dict of those that are not options."""
         options = {name: value for name, value in changes.items() if name in self.option_names()}
         return dataclasses.replace(self, **options), {name: changes[name] for name in changes if name not in options}
 
-    def to_dict(self, use_diff: bool = False) -> dict[str, Any]:
+    def to_dict(self, use_diff: bool = False) -> dict[str, object]:
         """The dict that `from_dict` takes. use_diff: only values that differ from the defaults."""
         values = {name: getattr(self, name) for name in self.option_names()}
         if use_diff:
@@ -146,19 +146,19 @@ class Config:
         Path(path).write_text(self.to_json_string(use_diff))
 
 
-def _as_json(value: Any, use_diff: bool) -> Any:
+def _as_json(value: object, use_diff: bool) -> object:
     """A value as JSON represents it."""
     if isinstance(value, Config):
         return value.to_dict(use_diff)
     return list(value) if isinstance(value, tuple) else value
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
+def _kinds(hint: object) -> tuple[object, ...]:
     """The types that an annotation allows."""
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
-def _stored(value: Any, hints: tuple[Any, ...]) -> Any:
+def _stored(value: object, hints: tuple[object, ...]) -> object:
     """A value as a field stores it: dicts become configurations, torch's data types and devices become strings."""
     if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
         return str(value).removeprefix("torch.")
@@ -168,7 +168,7 @@ def _stored(value: Any, hints: tuple[Any, ...]) -> Any:
     return value
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: object) -> bool:
     """Whether a value is of a type. The elements of containers are not checked."""
     hint = get_origin(hint) or hint
     if hint is Any or not isinstance(hint, type):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -36,7 +36,7 @@ class CacheConfig(Config):
     """The backend that goes on with the last tokens alone; None where there is none."""
     _by_name: ClassVar[dict[str, type[CacheConfig]]] = {}
 
-    def __init_subclass__(cls, replace: bool = False, **keywords: Any) -> None:
+    def __init_subclass__(cls, replace: bool = False, **keywords: object) -> None:
         super().__init_subclass__(**keywords)
         if "name" not in vars(cls):
             return
@@ -52,7 +52,7 @@ class CacheConfig(Config):
         return list(CacheConfig._by_name)
 
     @classmethod
-    def from_dict(cls: type[C], data: dict[str, Any], **overrides: Any) -> C:
+    def from_dict(cls: type[C], data: Mapping[str, object], **overrides: object) -> C:
         """As `Config.from_dict`. The key "name" selects the class; classes with a name do not need the key."""
         values = {**data, **overrides}
         own_name = getattr(cls, "name", None)
@@ -104,7 +104,7 @@ class CacheConfig(Config):
         """The configuration of a cache of the last tokens alone; None where there is none."""
         return self._changed(self.windowed_as, window_length=window_length)
 
-    def _changed(self, name: str | None, **changes: Any) -> CacheConfig | None:
+    def _changed(self, name: str | None, **changes: object) -> CacheConfig | None:
         """The configuration of the backend `name` with the options that both have, but for sizes, and `changes`."""
         if name is None:
             return None

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Any
 
 from configs.errors import ConfigError
 
@@ -14,7 +13,7 @@ _loaded: set[str] = set()
 _loading = threading.RLock()
 
 
-def check_name(name: str, registered: Sequence[Any], definitions: Sequence[Any], replace: bool) -> None:
+def check_name(name: str, registered: Sequence[object], definitions: Sequence[object], replace: bool) -> None:
     """Raise `ConfigError` if a name is registered by other definitions, unless `replace`.
 
     name: in words. registered, definitions: the classes and functions that are registered, and those to register. They
@@ -25,7 +24,7 @@ def check_name(name: str, registered: Sequence[Any], definitions: Sequence[Any],
         raise ConfigError(f"{name} is registered already, by {owners}: choose another name, or pass replace=True")
 
 
-def _qualified_name(definition: Any) -> str:
+def _qualified_name(definition: object) -> str:
     if not hasattr(definition, "__qualname__"):  # such as a functools.partial
         return repr(definition)
     return f"{definition.__module__}.{definition.__qualname__}"

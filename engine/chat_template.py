@@ -8,10 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from caches.platform.warn_once import warn_once
 from engine.errors import InputError, OptionError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 Message = Mapping[str, Any]
 OPTIONS = ("continue_final_message", "add_generation_prompt", "sanitize_control_tokens")
@@ -33,10 +37,10 @@ class TemplateOptions:
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     sanitize_control_tokens: bool | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
+    more: dict[str, object] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, parameters: Any) -> TemplateOptions:
+    def of(cls, parameters: object) -> TemplateOptions:
         """Those among the parameters of a call, an object or a mapping. Raises `OptionError`."""
         get = parameters.get if isinstance(parameters, Mapping) else lambda name: getattr(parameters, name)
         options: dict[str, Any] = {name: get(name) for name in OPTIONS}
@@ -61,18 +65,18 @@ DEFAULTS = TemplateOptions()
 CLOSED = TemplateOptions(continue_final_message=False, add_generation_prompt=False)
 
 
-def special_tokens(tokenizer: Any) -> dict[int, str]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """The tokens that decoders leave out of a text: those with a name (eos, pad), and added ones called special."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     tokens = {token: entry.content for token, entry in added.items() if entry.special}
     return tokens | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
-def is_message(value: Any) -> bool:
+def is_message(value: object) -> bool:
     return isinstance(value, Mapping) and "role" in value
 
 
-def written(tokenizer: Any, messages: Sequence[Message], options: TemplateOptions) -> str:
+def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: TemplateOptions) -> str:
     """The messages as the tokenizer's template writes them; `ids_of` reads this text. Raises `InputError`."""
     options = options.resolved(messages)
     begins = replace(options, continue_final_message=False, add_generation_prompt=True)
@@ -93,14 +97,14 @@ def written(tokenizer: Any, messages: Sequence[Message], options: TemplateOption
         ) from error
 
 
-def _written(tokenizer: Any, messages: Sequence[Message], options: TemplateOptions) -> str:
+def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: TemplateOptions) -> str:
     render = partial(_rendered, tokenizer, options)
     if options.sanitize_control_tokens:
         return _sanitized(tokenizer, messages, options.more, render)
     return render(messages, options.more)
 
 
-def _as_read(tokenizer: Any, messages: Sequence[Message]) -> Sequence[Message]:
+def _as_read(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> Sequence[Message]:
     """With contents as the template reads them: it may write a list of parts as Python does, or leave texts out.
 
     Raises `InputError` for parts other than texts where the template reads none.
@@ -119,7 +123,7 @@ def _with_content(message: Message, change: Callable[[Any], Any]) -> Message:
     return {**message, "content": change(message.get("content"))}
 
 
-def _joined(content: Any) -> Any:
+def _joined(content: object) -> object:
     if not isinstance(content, (list, tuple)):
         return content
     for item in content:
@@ -132,7 +136,7 @@ def _part_of(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
-def _text_of(content: Any) -> str:
+def _text_of(content: object) -> str:
     """The text of a content, without parts that are none."""
     if isinstance(content, (list, tuple)):
         return "".join(str(item.get("text", "")) for item in content if isinstance(item, Mapping))
@@ -140,7 +144,9 @@ def _text_of(content: Any) -> str:
 
 
 def _probed(
-    tokenizer: Any, as_content: Callable[[str], Any], roles: Sequence[str] = ("user", "assistant")
+    tokenizer: PreTrainedTokenizerBase,
+    as_content: Callable[[str], object],
+    roles: Sequence[str] = ("user", "assistant"),
 ) -> str | None:
     """What the template writes of a chat; None where it refuses it, or leaves texts out."""
     texts = {"user": _QUESTION, "assistant": _ANSWER}
@@ -152,7 +158,10 @@ def _probed(
 
 
 def _rendered(
-    tokenizer: Any, options: TemplateOptions, messages: Sequence[Message], arguments: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    options: TemplateOptions,
+    messages: Sequence[Message],
+    arguments: Mapping[str, object],
 ) -> str:
     """Fields that are null, as the content beside calls of tools is, are left out; a template that adds texts without a
     look gets an empty content."""
@@ -176,14 +185,14 @@ def _rendered(
     raise failure
 
 
-def ids_of(tokenizer: Any, text: str, options: TemplateOptions) -> list[int]:
+def ids_of(tokenizer: PreTrainedTokenizerBase, text: str, options: TemplateOptions) -> list[int]:
     """The token ids of a text that `written` gave with these options, or of a part of it."""
     beginning, *pieces = text.split(_BREAK) if options.sanitize_control_tokens else [text]
     ids = list(tokenizer(beginning, add_special_tokens=False)["input_ids"])
     return ids + [token for piece in pieces for token in _ids_of_piece(tokenizer, piece)]
 
 
-def _ids_of_piece(tokenizer: Any, piece: str) -> list[int]:
+def _ids_of_piece(tokenizer: PreTrainedTokenizerBase, piece: str) -> list[int]:
     """Of a text that does not begin where a line does: some tokenizers put a space there."""
     line, ids = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("\n", f"\n{piece}"))
     if ids[: len(line)] == line:
@@ -195,10 +204,10 @@ def _ids_of_piece(tokenizer: Any, piece: str) -> list[int]:
 
 
 def _sanitized(
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    arguments: Mapping[str, Any],
-    render: Callable[[Sequence[Message], Mapping[str, Any]], str],
+    arguments: Mapping[str, object],
+    render: Callable[[Sequence[Message], Mapping[str, object]], str],
 ) -> str:
     """The text with a `_BREAK` in every control token that a message, a tool or a further argument spells.
 
@@ -226,7 +235,7 @@ def _sanitized(
     return plain
 
 
-def _control_tokens(tokenizer: Any) -> tuple[frozenset[str], frozenset[str]]:
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[frozenset[str], frozenset[str]]:
     """The special tokens, and the other added ones that stand in the chat template, but no white space."""
     added, template = getattr(tokenizer, "added_tokens_decoder", {}).values(), str(tokenizer.chat_template)
     special = frozenset(token for token in special_tokens(tokenizer).values() if len(token) > 1)
@@ -253,7 +262,7 @@ def _breaking(control: frozenset[str]) -> Callable[[str], str]:
     return broken
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _mapped(value: object, change: Callable[[str], str]) -> Any:
     """The value with every text in it changed, but names of fields and roles, which are single words."""
     if isinstance(value, str):
         return change(value)
@@ -270,7 +279,7 @@ def _mapped(value: Any, change: Callable[[str], str]) -> Any:
 # The ends.
 
 
-def chat_ends(tokenizer: Any, end_ids: int | Sequence[int] | None) -> list[int]:
+def chat_ends(tokenizer: PreTrainedTokenizerBase, end_ids: int | Sequence[int] | None) -> list[int]:
     """The tokens that end an answer in a chat: `end_ids`, those of the generation config, the tokenizer's end token,
     and the one that closes an answer in the chat template."""
     ids: list[int | None] = [] if end_ids is None else list(end_ids) if isinstance(end_ids, Sequence) else [end_ids]
@@ -278,7 +287,7 @@ def chat_ends(tokenizer: Any, end_ids: int | Sequence[int] | None) -> list[int]:
     return list(dict.fromkeys(token for token in ids if token is not None))
 
 
-def _closing_token(tokenizer: Any) -> int | None:
+def _closing_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """What the template writes behind an answer, white space aside, if that begins with a token of its own; some write
     it before the next question alone."""
     if not getattr(tokenizer, "chat_template", None):
@@ -291,7 +300,7 @@ def _closing_token(tokenizer: Any) -> int | None:
     return None
 
 
-def _first_token(tokenizer: Any, text: str) -> int | None:
+def _first_token(tokenizer: PreTrainedTokenizerBase, text: str) -> int | None:
     """The added or special token that the text begins with; the longest of several."""
     tokens = {entry.content: token for token, entry in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     tokens |= {word: token for token, word in special_tokens(tokenizer).items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import engine
 from caches.platform.accelerate_hooks import prompt_device
@@ -49,7 +49,12 @@ class Generator:
     tokenizer: needed for text prompts, text results and stop strings. config: how it works.
     """
 
-    def __init__(self, model: PreTrainedModel | str | Path, tokenizer: Any = None, config: EngineConfig | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel | str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        config: EngineConfig | None = None,
+    ):
         config = _checked(config)
         self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
         if config.weights != "full":
@@ -71,28 +76,32 @@ class Generator:
         return ModelFacts(self._runner)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer of calls that bring none. Assign another one to replace it."""
         return self._builder.tokenizer
 
     @tokenizer.setter
-    def tokenizer(self, tokenizer: Any) -> None:
+    def tokenizer(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._builder.tokenizer = tokenizer
 
     @takes(generate_parameters, documented_by=engine.generate)
-    def generate(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Generation:
+    def generate(
+        self, inputs: object = None, generation_config: GenerationConfig | None = None, **arguments: object
+    ) -> Generation:
         """Generate to the end. Parameters: those of `engine.generate`, without its model."""
         return self._builder.start(self._call(inputs, generation_config, arguments), streams=False).to_end()
 
     @takes(generate_parameters, documented_by=engine.generate)
-    def stream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> Stream:
+    def stream(
+        self, inputs: object = None, generation_config: GenerationConfig | None = None, **arguments: object
+    ) -> Stream:
         """Generate piece by piece: one `StreamChunk` per row and step. Arguments are checked here.
 
         Parameters: those of `engine.generate`, without its model.
         """
         return Stream(self._builder.start(self._call(inputs, generation_config, arguments), streams=True), self._title)
 
-    def warmup(self, inputs: Any, **arguments: Any) -> str:
+    def warmup(self, inputs: object, **arguments: Any) -> str:
         """Prepare what calls of this kind need, and wait for it: with `EngineConfig(compile="auto")` compiled layers.
 
         inputs, arguments: as of a later call of `generate`; a cache by name. Generates a few tokens. What cannot be
@@ -115,10 +124,10 @@ class Generator:
         self,
         system: str | None = None,
         *,
-        cache: Any = None,
-        cache_config: Any = None,
+        cache: object = None,
+        cache_config: object = None,
         resume: str | Path | None = None,
-        **parameters: Any,
+        **parameters: object,
     ) -> Chat:
         """A conversation whose cache is kept between its turns. See `Chat`.
 
@@ -135,9 +144,9 @@ class Generator:
 
     def prefill(
         self,
-        inputs: Any = None,
+        inputs: object = None,
         *,
-        cache: Any = None,
+        cache: object = None,
         cache_config: Any = None,
         resume: str | Path | None = None,
         **parameters: Any,
@@ -161,7 +170,7 @@ class Generator:
         return Prefix(self, self.generate(inputs, cache=cache, cache_config=cache_config, **parameters).cache)
 
     def score(
-        self, texts: Any, *, rows: int = 4, piece_tokens: int = PIECE, cache: Any = None, cache_config: Any = None
+        self, texts: object, *, rows: int = 4, piece_tokens: int = PIECE, cache: object = None, cache_config: Any = None
     ) -> list[TextScore]:
         """How likely the model finds each of the texts, in their order: see `TextScore`.
 
@@ -176,7 +185,9 @@ class Generator:
         return score(generate, self.model, read_texts(texts, self.tokenizer), rows, piece_tokens)
 
     @takes(generate_parameters, documented_by=engine.generate)
-    def astream(self, inputs: Any = None, generation_config: Any = None, **arguments: Any) -> AsyncStream:
+    def astream(
+        self, inputs: object = None, generation_config: GenerationConfig | None = None, **arguments: Any
+    ) -> AsyncStream:
         """`stream` for `async for`: the run is in a thread of its own, and begins with the first chunk asked for.
 
         Parameters: those of `engine.generate`, without its model.
@@ -210,7 +221,7 @@ class Generator:
         slots: int = 32,
         max_cache_bytes: int | None = None,
         progress: bool = False,
-        **parameters: Any,
+        **parameters: object,
     ) -> Iterator[BatchRequest]:
         """Generate for each of many prompts, together; yields their requests as they end: see `BatchRequest`.
 
@@ -284,16 +295,16 @@ class Generator:
         self._builder.release()  # after the model's turn, at the end of which a run may store its cache
         empty_allocators()
 
-    def with_draft(self, parameters: dict[str, Any]) -> dict[str, Any]:
+    def with_draft(self, parameters: dict[str, Any]) -> dict[str, object]:
         """The parameters of a call, in which a path as `assistant_model` is the model that it names."""
         return self._builder.with_draft(parameters)
 
-    def _call(self, inputs: Any, generation_config: Any, arguments: dict[str, Any]) -> Call:
+    def _call(self, inputs: object, generation_config: GenerationConfig, arguments: dict[str, Any]) -> Call:
         with ending(arguments.get("streamer")):
             return read_call(inputs, **{"generation_config": generation_config} | self.with_draft(arguments))
 
     def _start_turn(
-        self, inputs: Any, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
+        self, inputs: object, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
     ) -> Stream:
         """`stream` for a chat. instead: what takes the place of arguments that an `OptionError` refuses."""
         fallback_call = self._call(inputs, None, arguments | instead) if instead else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Number
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,10 @@ from caches.platform.as_tensor import as_tensor
 from caches.platform.warn_once import warn_once
 from engine.chat_template import DEFAULTS, TemplateOptions, ids_of, is_message, written
 from engine.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 ENCODED = "mm_encoder_outputs"  # transformers' name for the outputs of a model's image and sound encoders
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
@@ -72,7 +76,7 @@ def is_chat(inputs: Any) -> bool:
     return any(is_message(row) or (isinstance(row, (list, tuple)) and any(map(is_message, row))) for row in inputs)
 
 
-def move(model_kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def move(model_kwargs: Mapping[str, object], device: torch.device) -> dict[str, Any]:
     """`model_kwargs` with their tensors on `device`."""
     return {
         name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in model_kwargs.items()
@@ -80,12 +84,12 @@ def move(model_kwargs: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def read_prompt(
-    inputs: Any,
+    inputs: object,
     model_kwargs: dict[str, Any],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     bos_id: int | None,
     pad_left: bool = True,
-    pad_id: Any = None,
+    pad_id: object = None,
     options: TemplateOptions = DEFAULTS,
 ) -> Prompt:
     """Text, texts, chat messages, ids, or a mapping with `input_ids` or `inputs_embeds`, as a `Prompt`.
@@ -123,7 +127,7 @@ def read_prompt(
 _OPTIONAL = ("input_ids", "inputs_embeds", "attention_mask")
 
 
-def merged(inputs: Any, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def merged(inputs: object, model_kwargs: Mapping[str, object]) -> tuple[object, dict[str, object]]:
     """The inputs that are no mapping, and those by name: given as keywords or in a mapping. Raises `InputError`."""
     if not isinstance(inputs, Mapping) or is_message(inputs):
         return inputs, dict(model_kwargs)
@@ -136,13 +140,13 @@ def merged(inputs: Any, model_kwargs: dict[str, Any]) -> tuple[Any, dict[str, An
     return None, {**model_kwargs, **inputs}
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     """Whether it is an integer, a tensor, an array, or lists that begin with one of these or another number."""
     entry = _first(value)
     return hasattr(entry, "tolist") or isinstance(entry, Integral if entry is value else Number)
 
 
-def _first(value: Any) -> Any:
+def _first(value: object) -> object:
     """What comes first in lists of lists; None where there is nothing."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         return value
@@ -185,7 +189,7 @@ def _tensor(value: Any, description: str) -> torch.Tensor:
     return tensor
 
 
-def as_embeds(embeds: Any) -> torch.Tensor | None:
+def as_embeds(embeds: object) -> torch.Tensor | None:
     """Embeddings [rows, columns, hidden_size], or None. Raises `InputError`."""
     if embeds is None or (isinstance(embeds, torch.Tensor) and embeds.ndim == 3 and embeds.is_floating_point()):
         return embeds
@@ -199,14 +203,14 @@ def as_mask(mask: Any, noun: str = "attention_mask") -> torch.Tensor:
     return mask[None] if mask.ndim == 1 else mask
 
 
-def _pad_id(tokenizer: Any, pad_id: Any) -> int:
+def _pad_id(tokenizer: PreTrainedTokenizerBase, pad_id: object) -> int:
     """What fills up a ragged batch: the tokenizer's, or else `pad_id`, or else 0."""
     if tokenizer is None:
         return pad_id if isinstance(pad_id, int) else 0
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
 
 
-def _rectangular(ids: Any, companions: dict[str, Any], pad: int, pad_left: bool) -> tuple[Any, dict[str, Any]]:
+def _rectangular(ids: object, companions: dict[str, Any], pad: int, pad_left: bool) -> tuple[object, dict[str, object]]:
     """Lists of ids, padded where some are longer than others, and what goes with them: masks and token types."""
     rows = _rows(ids)
     if rows is None:
@@ -231,7 +235,7 @@ def _rectangular(ids: Any, companions: dict[str, Any], pad: int, pad_left: bool)
     return padded, {"attention_mask": mask} | companions
 
 
-def _rows(value: Any) -> list[list[Any]] | None:
+def _rows(value: object) -> list[list[object]] | None:
     """The rows of a list of lists, tensors or arrays; None for anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         return None
@@ -250,7 +254,7 @@ def _padded(
             raise InputError(f"prompt {row} is empty: the model needs at least one token to begin with")
     longest = max(map(len, rows))
 
-    def filled(row: list[Any], value: int) -> list[Any]:
+    def filled(row: list[object], value: int) -> list[object]:
         gap = [value] * (longest - len(row))
         return gap + row if pad_left else row + gap
 
@@ -259,7 +263,7 @@ def _padded(
 
 
 def _tokenize(
-    inputs: Any, tokenizer: Any, pad_left: bool, options: TemplateOptions
+    inputs: object, tokenizer: PreTrainedTokenizerBase, pad_left: bool, options: TemplateOptions
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if is_message(inputs):
         raise InputError("a prompt is a list of chat messages, and this is one message: give [message]")
@@ -282,7 +286,7 @@ def _tokenize(
     return _padded([_token_ids(row, tokenizer, options) for row in inputs], _pad_id(tokenizer, None), pad_left)
 
 
-def text_ids(text: str, tokenizer: Any) -> list[int]:
+def text_ids(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a text that is a prompt. Raises `InputError`."""
     try:
         ids = list(tokenizer(text)["input_ids"])
@@ -298,7 +302,7 @@ def text_ids(text: str, tokenizer: Any) -> list[int]:
     return ids
 
 
-def _token_ids(prompt: Any, tokenizer: Any, options: TemplateOptions) -> list[int]:
+def _token_ids(prompt: object, tokenizer: PreTrainedTokenizerBase, options: TemplateOptions) -> list[int]:
     if isinstance(prompt, str):
         return text_ids(prompt, tokenizer)
     if isinstance(prompt, Sequence) and len(prompt) == 0:

@@ -38,12 +38,12 @@ class Reader:
 _LISTS = (list, tuple, set, frozenset)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Numbers and arrays of numpy and torch as Python's."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     value = _plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise WrongValue
@@ -56,7 +56,7 @@ def _number(value: Any) -> float:
 def number(words: str, minimum: float = -sys.float_info.max, maximum: float = sys.float_info.max) -> Reader:
     """A float, `minimum` and `maximum` included."""
 
-    def read(value: Any) -> float:
+    def read(value: object) -> float:
         if not minimum <= (converted := _number(value)) <= maximum:
             raise WrongValue
         return converted
@@ -69,7 +69,7 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Reader:
     words = "a whole number" if minimum is None else f"a whole number, {minimum} or more"
     words = words if maximum is None else f"a whole number from {minimum} to {maximum}"
 
-    def read(value: Any) -> int:
+    def read(value: object) -> int:
         value = _plain(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -82,49 +82,49 @@ def integer(minimum: int | None = None, maximum: int | None = None) -> Reader:
     return Reader(words, read, int, minimum, maximum)
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     value = _plain(value)
     if not isinstance(value, (bool, int)) or value not in (0, 1):
         raise WrongValue
     return bool(value)
 
 
-def early_stopping(value: Any) -> bool | str:
+def early_stopping(value: object) -> bool | str:
     value = _plain(value)
     if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
         raise WrongValue
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise WrongValue
     return value
 
 
-def texts(value: Any) -> str | list[str]:
+def texts(value: object) -> str | list[str]:
     return value if isinstance(value, str) else [_text(text) for text in _sequence(value)]
 
 
-def _sequence(value: Any) -> list[Any]:
+def _sequence(value: object) -> list[object]:
     value = _plain(value)
     if not isinstance(value, _LISTS):
         raise WrongValue
     return list(value)
 
 
-def token_id(value: Any) -> int:
+def token_id(value: object) -> int:
     token = INTEGER.read(value)
     if not -(2**63) <= token < 2**63:
         raise WrongValue(f"has the token id {token}, which is no number of 64 bits")
     return token
 
 
-def _ids(value: Any) -> list[int]:
+def _ids(value: object) -> list[int]:
     return [token_id(token) for token in _sequence(value)]
 
 
-def _some_ids(value: Any) -> int | list[int]:
+def _some_ids(value: object) -> int | list[int]:
     value = _plain(value)
     ids = _ids(value) if isinstance(value, _LISTS) else token_id(value)
     if ids == []:
@@ -132,19 +132,19 @@ def _some_ids(value: Any) -> int | list[int]:
     return ids
 
 
-def end_ids(value: Any) -> int | list[int]:
+def end_ids(value: object) -> int | list[int]:
     value = _plain(value)
     return [] if isinstance(value, _LISTS) and not value else _some_ids(value)
 
 
-def id_lists(value: Any) -> list[list[int]]:
+def id_lists(value: object) -> list[list[int]]:
     lists = [_ids(ids) for ids in _sequence(value)]
     if not lists or not all(lists):
         raise WrongValue
     return lists
 
 
-def bias(value: Any) -> dict[tuple[int, ...], float]:
+def bias(value: object) -> dict[tuple[int, ...], float]:
     pairs = list(value.items()) if isinstance(value, Mapping) else [_sequence(pair) for pair in _sequence(value)]
     if not pairs or any(len(pair) != 2 for pair in pairs):
         raise WrongValue
@@ -154,14 +154,14 @@ def bias(value: Any) -> dict[tuple[int, ...], float]:
     return biases
 
 
-def decay(value: Any) -> tuple[int, float]:
+def decay(value: object) -> tuple[int, float]:
     pair = _sequence(value)
     if len(pair) != 2:
         raise WrongValue
     return token_id(pair[0]), FINITE.read(pair[1])
 
 
-def watermark(value: Any) -> Any:
+def watermark(value: object) -> object:
     from transformers import WatermarkingConfig
 
     if isinstance(value, dict):
@@ -179,7 +179,7 @@ def watermark(value: Any) -> Any:
     return value
 
 
-def _complete(value: Any, lacking: str, words: str) -> Any:
+def _complete(value: object, lacking: str, words: str) -> object:
     """`value`, which has to be an object that lacks nothing."""
     if isinstance(value, type):
         raise WrongValue(f"is the class {value.__name__}: give {words}")
@@ -191,7 +191,7 @@ def _complete(value: Any, lacking: str, words: str) -> Any:
 def having(*methods: str, words: str) -> Reader:
     """An object with these methods."""
 
-    def read(value: Any) -> Any:
+    def read(value: object) -> object:
         lacking = [f"{name}()" for name in methods if not callable(getattr(value, name, None))]
         return _complete(value, " and ".join(lacking), words)
 
@@ -201,7 +201,7 @@ def having(*methods: str, words: str) -> Reader:
 _NEEDED = ("decode", "__call__", "pad_token_id", "eos_token_id", "all_special_ids", "all_special_tokens")
 
 
-def _tokenizer(value: Any) -> Any:
+def _tokenizer(value: object) -> object:
     """One of transformers, or that of its processor."""
     if isinstance(value, str):
         raise WrongValue(f"is the text {value!r:.80}: load it first, with AutoTokenizer.from_pretrained({value!r:.80})")
@@ -216,7 +216,7 @@ def _tokenizer(value: Any) -> Any:
     )
 
 
-def _callables(value: Any) -> list[Any]:
+def _callables(value: Any) -> list[object]:
     for function in (functions := list(value) if isinstance(value, (list, tuple)) else [value]):
         if not callable(function) or isinstance(function, type):
             is_class = isinstance(function, type)
@@ -226,14 +226,14 @@ def _callables(value: Any) -> list[Any]:
     return functions
 
 
-def constraint(value: Any) -> Any:
+def constraint(value: object) -> object:
     if not callable(value):
         raise WrongValue
     _check_takes(value, "a row and its ids")
     return value
 
 
-def _check_takes(function: Callable[..., Any], arguments: str) -> None:
+def _check_takes(function: Callable[..., object], arguments: str) -> None:
     """Refuse a function of which it is known that it cannot be called with two arguments."""
     try:
         signature = inspect.signature(function)
@@ -246,12 +246,12 @@ def _check_takes(function: Callable[..., Any], arguments: str) -> None:
         raise WrongValue(f"has {name}{signature}, but it is called with {arguments}: {error}") from None
 
 
-def is_pydantic(value: Any) -> bool:
+def is_pydantic(value: object) -> bool:
     """Whether it is a class of pydantic models."""
     return isinstance(value, type) and hasattr(value, "model_json_schema")
 
 
-def schema(value: Any) -> Any:
+def schema(value: object) -> object:
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -262,7 +262,7 @@ def schema(value: Any) -> Any:
     return value
 
 
-def response_format(value: Any) -> Any:
+def response_format(value: object) -> object:
     if not isinstance(value, Mapping) and not is_pydantic(value):
         raise WrongValue
     return value
@@ -277,17 +277,17 @@ def form(value: Any) -> str:
     return value
 
 
-def choices(value: Any) -> list[str]:
+def choices(value: object) -> list[str]:
     options = [form(text) for text in _sequence(value)]
     if not options:
         raise WrongValue("is empty: give one text or more")
     return options
 
 
-def or_each(words: str, read_value: Callable[[Any], Any]) -> Reader:
+def or_each(words: str, read_value: Callable[[object], object]) -> Reader:
     """A value for all prompts, or a list with one, or None, for each."""
 
-    def read_each(value: Any) -> Any:
+    def read_each(value: object) -> object:
         if not isinstance(value, (list, tuple)):
             return read_value(value)
         return [None if entry is None else read_value(entry) for entry in value]
@@ -295,13 +295,13 @@ def or_each(words: str, read_value: Callable[[Any], Any]) -> Reader:
     return Reader(f"{words} or a list of one for each prompt", read_each)
 
 
-def all_choices(value: Any) -> Any:
+def all_choices(value: object) -> object:
     if isinstance(value, (list, tuple)) and value and not any(isinstance(entry, str) for entry in value):
         return [None if entry is None else choices(entry) for entry in value]
     return choices(value)
 
 
-def strategy(value: Any) -> Any:
+def strategy(value: object) -> object:
     from strategies import Needs
 
     is_one = isinstance(getattr(value, "name", None), str) and callable(getattr(value, "flow", None))
@@ -312,13 +312,13 @@ def strategy(value: Any) -> Any:
     return value
 
 
-def cache_options(value: Any) -> Any:
+def cache_options(value: object) -> object:
     if not isinstance(value, (Mapping, CacheConfig)) or not all(isinstance(name, str) for name in dict(value)):
         raise WrongValue
     return value
 
 
-def past(value: Any) -> Any:
+def past(value: object) -> object:
     import torch
     from transformers.cache_utils import Cache as TransformersCache
 

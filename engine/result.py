@@ -104,7 +104,7 @@ class Stats:
     linears: str = "torch"
     compiled: str = "off"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields, as values of JSON."""
         return asdict(self) | {"fallbacks": [asdict(fallback) for fallback in self.fallbacks]}
 
@@ -148,7 +148,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def as_json(entry: TokenLogprob) -> dict[str, Any]:
+def as_json(entry: TokenLogprob) -> dict[str, object]:
     """The fields, with None for a log probability that is no number of JSON."""
     return {
         "token": entry.token,
@@ -218,9 +218,9 @@ class Generation:
     cache: TransformersCache | None
     scores: tuple[torch.Tensor, ...] | None = None
     logits: tuple[torch.Tensor, ...] | None = None
-    attentions: tuple[Any, ...] | None = None
-    cross_attentions: tuple[Any, ...] | None = None
-    hidden_states: tuple[Any, ...] | None = None
+    attentions: tuple[object, ...] | None = None
+    cross_attentions: tuple[object, ...] | None = None
+    hidden_states: tuple[object, ...] | None = None
     encoder_attentions: tuple[torch.Tensor, ...] | None = None
     encoder_hidden_states: tuple[torch.Tensor, ...] | None = None
     sequences_scores: torch.Tensor | None = None
@@ -237,7 +237,7 @@ class Generation:
         """
         return self.cache.to_legacy_cache() if self.legacy and self.cache is not None else self.cache
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Values of JSON: `rows`, each with `tokens`, `finish_reason`, `text` with a tokenizer and `logprobs` where
         they were asked for (None for no probability at all), and `stats`, the fields of `Stats`."""
         rows: list[dict[str, Any]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
@@ -11,13 +10,13 @@ from transformers.utils import ModelOutput
 from caches.platform.torch_api import tree_map
 
 
-def index_rows(value: Any, index: torch.Tensor | slice, rows: int) -> Any:
+def index_rows(value: object, index: torch.Tensor | slice, rows: int) -> object:
     """`value` with the rows at `index`: a tensor of `rows` rows, or a model's outputs with such tensors.
 
     Anything else comes back as it is, tuples and tensors with another first dimension included.
     """
 
-    def indexed(leaf: Any) -> Any:
+    def indexed(leaf: object) -> object:
         return leaf[index] if isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) else leaf
 
     return tree_map(indexed, value, is_leaf=lambda node: not isinstance(node, ModelOutput))
@@ -32,8 +31,9 @@ def join_rows(outputs: Sequence[ModelOutput]) -> ModelOutput:
     return type(outputs[0])(**joined)
 
 
-def _joined(*values: Any) -> Any:
+def _joined(*values: torch.Tensor | None) -> torch.Tensor | None:
     """One leaf of every group: tensors without rows are the same in all groups."""
-    if not isinstance(values[0], torch.Tensor):
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if not tensors:
         return None
-    return torch.cat(values) if values[0].ndim else values[0]
+    return torch.cat(tensors) if tensors[0].ndim else tensors[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from caches import EngineCache
 from caches.layers.read_by import ReadBy
@@ -59,7 +59,9 @@ class RunBuilder:
     tokenizer: for calls that bring none. store: caches that later calls may begin with, or None.
     """
 
-    def __init__(self, runner: ModelRunner, tokenizer: Any, config: EngineConfig, store: PrefixStore | None):
+    def __init__(
+        self, runner: ModelRunner, tokenizer: PreTrainedTokenizerBase, config: EngineConfig, store: PrefixStore | None
+    ):
         self._runner, self._store = runner, store
         self.config, self.tokenizer = config, tokenizer
         self.draft: Draft | None = None  # of the last call with an assistant_model
@@ -70,7 +72,7 @@ class RunBuilder:
         self.draft = self._loaded = None
         self._clear_store()
 
-    def with_draft(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def with_draft(self, arguments: dict[str, Any]) -> dict[str, object]:
         """The arguments of a call, in which a path or hub id as `assistant_model` is the model that it names.
 
         Its tokenizer comes with it where the two vocabularies differ. Raises `OptionError` if it cannot be loaded.
@@ -227,7 +229,7 @@ class RunBuilder:
         request = replace(request, drafts=draft.drafts(request.strategy), translation=draft_request.translation)
         return request, draft_request
 
-    def _draft_of(self, model: Any) -> Draft | None:
+    def _draft_of(self, model: PreTrainedModel) -> Draft | None:
         """The draft with this model, kept from the last call where it is the same."""
         if model is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -16,9 +16,13 @@ from engine.result import Generation, finite
 from engine.tables import counted
 from strategies import Emit, Flow, Forward, Task
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
 PIECE = 64  # tokens whose logits exist at once
 # Nothing ends a text that is known, not even the model's own settings.
-_ENDLESS: dict[str, Any] = {"eos_token_id": [], "stop_strings": [], "num_return_sequences": 1}
+_ENDLESS: dict[str, object] = {"eos_token_id": [], "stop_strings": [], "num_return_sequences": 1}
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ class TextScore:
         except OverflowError:
             return math.inf
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fields and both properties, as values of JSON: None for what is infinite."""
         fields = {"tokens": self.tokens, "logprobs": tuple(map(finite, self.logprobs))}
         return fields | {"logprob": finite(self.logprob), "perplexity": finite(self.perplexity)}
@@ -77,7 +81,7 @@ class ScoredText:
             yield Emit(tokens[:, begin + 1 : begin + 1 + fed.shape[1]])
 
 
-def scoring(ids: Sequence[Sequence[int]], piece_tokens: int = PIECE) -> dict[str, Any]:
+def scoring(ids: Sequence[Sequence[int]], piece_tokens: int = PIECE) -> dict[str, object]:
     """The parameters of a run after the first token of each row, whose `logprobs` are those of the others.
 
     ids: of rows of one length, 2 tokens or more.
@@ -87,7 +91,7 @@ def scoring(ids: Sequence[Sequence[int]], piece_tokens: int = PIECE) -> dict[str
 
 
 def score(
-    generate: Callable[..., Generation], model: Any, ids: list[list[int]], rows: int, piece_tokens: int
+    generate: Callable[..., Generation], model: PreTrainedModel, ids: list[list[int]], rows: int, piece_tokens: int
 ) -> list[TextScore]:
     """See `Generator.score`. generate: as of that, with the cache. ids: of the texts."""
     if model.config.is_encoder_decoder:
@@ -116,7 +120,7 @@ def score(
     return [scores[number] for number in range(len(ids))]
 
 
-def read_texts(texts: Any, tokenizer: Any) -> list[list[int]]:
+def read_texts(texts: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The ids of a text, of texts, or of lists of ids. Raises `InputError`."""
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, Sequence):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -66,8 +66,9 @@ class Contrastive:
             visible = torch.nn.functional.pad(visible, (0, 1), value=True)
 
 
-def _likeliest(scores: torch.Tensor, k: int) -> Any:
-    return scores.softmax(dim=-1).topk(k)
+def _likeliest(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    values, candidates = scores.softmax(dim=-1).topk(k)
+    return values, candidates
 
 
 def _directions(states: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from configs import ConfigError, nearest
 from configs.plugins import check_name, load_plugins
@@ -52,7 +52,7 @@ def options(name: str) -> list[str]:
     return [field.name for field in fields(_named(name))]  # type: ignore[arg-type]
 
 
-def build(name: str, **settings: Any) -> Strategy:
+def build(name: str, **settings: object) -> Strategy:
     """The strategy of that name with these options. Raises `ConfigError` with the nearest names."""
     return _named(name)(**settings)
 

@@ -35,7 +35,7 @@ class Lines:
 
     path: Path | None
     digests: list[str]
-    labels: list[dict[str, Any]]
+    labels: list[dict[str, object]]
     writes: bool
     done: frozenset[int] = frozenset()
 
@@ -87,7 +87,7 @@ def write_lines(generator: Generator, prompts: list[Any], lines: Lines, paramete
         raise EngineError(f"{failed} of {counted(len(prompts), 'prompt')} failed: their errors are in {where}")
 
 
-def digests_of(prompts: list[Any], shapes: Any) -> list[str]:
+def digests_of(prompts: list[object], shapes: object) -> list[str]:
     """A digest for each prompt. shapes: what shapes the texts of all of them, as values of JSON."""
     shared, digests = sha256(_as_bytes(shapes)), []
     for prompt in prompts:
@@ -97,7 +97,7 @@ def digests_of(prompts: list[Any], shapes: Any) -> list[str]:
     return digests
 
 
-def _as_bytes(value: Any) -> bytes:
+def _as_bytes(value: object) -> bytes:
     return json.dumps(value, sort_keys=True).encode()
 
 

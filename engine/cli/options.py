@@ -24,13 +24,13 @@ from engine.readers import Reader, WrongValue
 class Declared(NamedTuple):
     """An option or argument. kind: the type of its value. info: what typer shows and checks."""
 
-    kind: Any
-    default: Any
+    kind: object
+    default: object
     info: Any
 
 
 def option(
-    value_type: Any, metavar: str | None, help: str, *names: str, default: Any = None, **settings: Any
+    value_type: Any, metavar: str | None, help: str, *names: str, default: object = None, **settings: Any
 ) -> Declared:
     """names: as typed; default: the parameter's name. settings: further arguments of `typer.Option`."""
     value_type = value_type | None if default is None else value_type
@@ -71,8 +71,8 @@ def of_parameters(panel: str) -> dict[str, Declared]:
     return {name: of_parameter(name) for name, flag in with_option.items() if flag.panel == panel}
 
 
-def _check(reader: Reader) -> Callable[[Any], Any]:
-    def checked(value: Any) -> Any:
+def _check(reader: Reader) -> Callable[[object], object]:
+    def checked(value: object) -> object:
         try:
             return None if value is None else reader.read(value)
         except WrongValue as wrong:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, TextIO
+from typing import TextIO
 
 import typer
 from rich.console import Console
@@ -19,7 +19,7 @@ def say(text: str, end: str = "\n") -> None:
     write(sys.stdout, text + end)
 
 
-def say_json(value: Any) -> None:
+def say_json(value: object) -> None:
     """Write a line of JSON to standard output, with real characters where its encoding has them."""
     say(as_json(value, getattr(sys.stdout, "encoding", None)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine import tables
 
@@ -22,7 +22,7 @@ def as_text(result: Generation) -> str:
     return "\n".join(label + indent(text, " " * len(label)).removeprefix(" " * len(label)) for label, text in labelled)
 
 
-def as_json(value: Any, encoding: str | None = "utf-8") -> str:
+def as_json(value: object, encoding: str | None = "utf-8") -> str:
     """A line of JSON. Characters that the encoding lacks are written as `\\u` and a number."""
     text = json.dumps(value, ensure_ascii=False)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def _option(name: str) -> str:
     return _INSTEAD.get(name, options.option_name(name))
 
 
-def engine_config(chosen: str | None, arguments: dict[str, Any]) -> EngineConfig:
+def engine_config(chosen: str | None, arguments: Mapping[str, object]) -> EngineConfig:
     """The configuration of `--config`, with the other options applied. chosen: a preset or a JSON file."""
     if chosen is None:
         config = EngineConfig()
@@ -100,9 +100,9 @@ def engine_config(chosen: str | None, arguments: dict[str, Any]) -> EngineConfig
     )[0]
 
 
-def assignments(pairs: list[str] | None, option: str) -> dict[str, Any]:
+def assignments(pairs: list[str] | None, option: str) -> dict[str, object]:
     """`NAME=VALUE` pairs as a dict. A value is JSON, True, False or None if it can be, else a string."""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
         if not equals:
@@ -164,7 +164,7 @@ def are_lines(files: list[Path]) -> bool:
     return bool(files) and not plain
 
 
-def without_labels(prompts: list[Any]) -> tuple[list[Any], list[dict[str, Any]]]:
+def without_labels(prompts: list[Any]) -> tuple[list[object], list[dict[str, object]]]:
     """The prompts, and the labels of each, which its output has too."""
     labels = [
         {name: prompt[name] for name in _LABELS if name in prompt} if isinstance(prompt, dict) else {}
@@ -177,7 +177,7 @@ def without_labels(prompts: list[Any]) -> tuple[list[Any], list[dict[str, Any]]]
     return plain, labels
 
 
-def _lines(path: str, text: str) -> Iterator[Any]:
+def _lines(path: str, text: str) -> Iterator[object]:
     for number, line in enumerate(text.split("\n"), 1):  # `splitlines` ends lines at other characters too
         line = line.removesuffix("\r")
         if not line.strip():
@@ -196,7 +196,7 @@ def _lines(path: str, text: str) -> Iterator[Any]:
         yield prompt
 
 
-def _prompt_of(line: Any) -> Any:
+def _prompt_of(line: object) -> object:
     """The prompt of a line of JSON: an object may name it `messages`, as in a request of OpenAI's protocol."""
     if isinstance(line, dict) and "messages" in line and "prompt" not in line:
         return {"prompt" if name == "messages" else name: value for name, value in line.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +12,10 @@ from configs import EngineConfig
 from engine.errors import OptionError
 from engine.generator import Generator
 from engine.serving.batch_request import BatchRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _MADE = ("text", "finish_reason", "new_tokens", "error")
 _NO_PROMPT = (None, None, 0, "InputError: there is no prompt in this row")
@@ -35,9 +39,9 @@ class Predictor:
 
     def __init__(
         self,
-        model: Any | str | Path,
+        model: object | str | Path,
         *,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         config: EngineConfig | None = None,
         prompt: str = "prompt",
         slots: int = 32,
@@ -46,7 +50,7 @@ class Predictor:
         self._generator = Generator(model, tokenizer, config)
         self._prompt, self._slots, self._parameters = prompt, slots, parameters
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, object]:
         if self._prompt not in batch:
             raise OptionError(f"there is no column {self._prompt!r} among {', '.join(batch)}: name it with prompt=")
         if taken := [name for name in _MADE if name in batch]:
@@ -64,12 +68,12 @@ class Predictor:
         return dict(batch) | {name: _column([row[number] for row in values]) for number, name in enumerate(_MADE)}
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Arrays and numbers of numpy, in which Ray keeps lists and texts, as those of Python."""
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-def _values(request: BatchRequest) -> tuple[Any, Any, int, str | None]:
+def _values(request: BatchRequest) -> tuple[object, object, int, str | None]:
     """The values of a row, in the order of `_MADE`."""
     error = request.error
     result = request.result() if error is None else getattr(error, "partial", None)
@@ -86,7 +90,7 @@ def _values(request: BatchRequest) -> tuple[Any, Any, int, str | None]:
     )
 
 
-def _column(values: list[Any]) -> np.ndarray:
+def _column(values: list[object]) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
     column[:] = values
     return column

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
 )
 from transformers.utils import find_adapter_config_file
 
@@ -39,7 +40,9 @@ SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
 """The folder of the package's small model, a Llama trained on Python's standard library."""
 
 
-def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
+def load(
+    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase, config: EngineConfig
+) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer), loaded if `model` is a local path or a hub id; else the model without its wrappers.
 
     tokenizer: None loads the model's. Raises `InputError` if `model` is neither or cannot be loaded, `OptionError` for
@@ -58,7 +61,7 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
         "config=EngineConfig(trust_remote_code=True)), on the command line with --trust-remote-code"
     )
     with _errors_in_one_line(model, remedy):
-        where: dict[str, Any] = {"device_map": config.device_map}
+        where: dict[str, object] = {"device_map": config.device_map}
         try:
             model_config = AutoConfig.from_pretrained(model, **trust)
             model_class = auto_class(model_config)
@@ -82,7 +85,7 @@ def load(model: PreTrainedModel | str | Path, tokenizer: Any, config: EngineConf
     return loaded.eval(), tokenizer
 
 
-def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) -> tuple[PreTrainedModel, Any]:
+def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) -> tuple[PreTrainedModel, object]:
     """(model, tokenizer) as of `load`, with the adapter of PEFT in that folder. Raises as `load`."""
     if config.tp > 1:
         raise OptionError(f"tp={config.tp} splits a model's weights, and not an adapter's: leave one of them out")
@@ -94,7 +97,7 @@ def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) ->
     return loaded.eval(), tokenizer
 
 
-def _source(model: str | Path) -> tuple[str, dict[str, Any]]:
+def _source(model: str | Path) -> tuple[str, dict[str, object]]:
     """The folder or hub id of a model, and further arguments of `from_pretrained`: the name of a GGUF file in it."""
     source = locate(model)
     if not (source.endswith(GGUF) and Path(source).is_file()):
@@ -104,7 +107,7 @@ def _source(model: str | Path) -> tuple[str, dict[str, Any]]:
     return str(Path(source).parent), {"gguf_file": Path(source).name}
 
 
-def _load_tokenizer(model: str, is_adapter: bool, options: dict[str, Any]) -> Any:
+def _load_tokenizer(model: str, is_adapter: bool, options: Mapping[str, object]) -> PreTrainedTokenizerBase:
     """Of the folder or hub id; of an adapter without one that of the model to which it belongs."""
     try:
         return AutoTokenizer.from_pretrained(model, **options)
@@ -116,7 +119,7 @@ def _load_tokenizer(model: str, is_adapter: bool, options: dict[str, Any]) -> An
     return AutoTokenizer.from_pretrained(locate(base), **options)
 
 
-def unwrapped(model: Any) -> PreTrainedModel:
+def unwrapped(model: PreTrainedModel) -> PreTrainedModel:
     """The model inside wrappers of PEFT, `torch.compile`, DataParallel and DistributedDataParallel.
 
     Raises `InputError` if there is no `PreTrainedModel` inside.
@@ -142,7 +145,7 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return inner
 
 
-def _what_is_expected(model: Any) -> str:
+def _what_is_expected(model: PreTrainedModel) -> str:
     if isinstance(model, type):
         description, remedy = f"the class {model.__name__}", f": load it with {model.__name__}.from_pretrained(...)"
     else:
@@ -154,7 +157,7 @@ def _what_is_expected(model: Any) -> str:
     )
 
 
-def _out_of_peft(model: Any) -> Any:
+def _out_of_peft(model: PreTrainedModel) -> PreTrainedModel:
     """The model inside PEFT's wrapper; adapters in its layers stay active."""
     tuner = model.base_model
     for adapter, config in model.peft_config.items():

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.chat_template import special_tokens
 from engine.output.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 _HALF = "\ufffd"
@@ -26,9 +30,9 @@ class RowText:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         stop_strings: Sequence[str] = (),
-        decoding: dict[str, Any] | None = None,
+        decoding: dict[str, object] | None = None,
         prompt: Sequence[int] = (),
         keeps_space: bool = False,
     ):

@@ -43,7 +43,7 @@ class StreamerAdapter(Protocol):
 
 
 def adapter_for(
-    streamer: Any,
+    streamer: object,
     prompts: torch.Tensor,
     mask: torch.Tensor,
     returned: int,

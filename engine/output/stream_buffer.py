@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,9 @@ from engine.output.hf_streamers import StreamerAdapter
 from engine.output.stop_strings import ends_of
 from engine.result import StreamChunk, TokenLogprob
 from strategies import Hypothesis
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass
@@ -62,7 +65,7 @@ class StreamBuffer:
     def __init__(
         self,
         prompts: torch.Tensor,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         stops: tuple[tuple[str, ...], int],
         adapter: StreamerAdapter | None,
         has_form: list[bool],

@@ -16,7 +16,7 @@ from engine.readers import Reader, WrongValue
 from engine.request.parameter_hints import hint
 
 # Of calls that read a prompt, whatever the model's own settings say.
-ONE_TOKEN: dict[str, Any] = {
+ONE_TOKEN: dict[str, object] = {
     "max_new_tokens": 1, "strategy": "greedy", "do_sample": False, "num_beams": 1, "num_return_sequences": 1,
     "guidance_scale": 1.0,
 }  # fmt: skip
@@ -32,7 +32,7 @@ class Call:
     options: generation parameters of transformers and inputs of the model, mixed.
     """
 
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, object] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __getattr__(self, name: str) -> Any:
@@ -41,13 +41,13 @@ class Call:
         return self.arguments.get(name)
 
 
-def read_call(inputs: Any = None, generation_config: Any = None, **options: Any) -> Call:
+def read_call(inputs: object = None, generation_config: GenerationConfig | None = None, **options: object) -> Call:
     """The arguments as given, in their places; `read_parameters` checks their types."""
     arguments = {name: options.pop(name) for name in _ARGUMENTS & set(options)}
     return Call({"inputs": inputs, "generation_config": generation_config} | arguments, options)
 
 
-def _generation_config(value: Any) -> GenerationConfig:
+def _generation_config(value: object) -> GenerationConfig:
     """With all fields read. The one that was given stays as it is."""
     if isinstance(value, Mapping):
         field_names = {name for name in GenerationConfig().to_dict() if not name.startswith("_")}
@@ -94,7 +94,7 @@ _READERS = {
 SAMPLING = {name for name, parameter in PARAMETERS.items() if parameter.draws} | {"top_h"}
 
 
-def read(label: str, value: Any, name: str | None = None) -> Any:
+def read(label: str, value: object, name: str | None = None) -> object:
     """The value of the parameter `name` as it is kept; None stays None. label: its name in the `OptionError`."""
     reader = _READERS.get(name or label)
     if reader is None or value is None:
@@ -117,8 +117,8 @@ def read_parameters(call: Call) -> Call:
 
 
 def read_own(
-    config: GenerationConfig, call_config: GenerationConfig | None, options: Mapping[str, Any]
-) -> dict[str, Any]:
+    config: GenerationConfig, call_config: GenerationConfig | None, options: Mapping[str, object]
+) -> dict[str, object]:
     """The fields of a model's own configuration that a call leaves to it, read. Raises `OptionError`."""
     sources = (options.get("do_sample"), getattr(call_config, "do_sample", None), config.do_sample)
     draws = next((value for value in sources if value is not None), False)

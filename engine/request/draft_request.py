@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from caches import EngineCache
 from caches.platform.accelerate_hooks import prompt_device
@@ -116,7 +116,9 @@ def _prefix_ids(request: Request, cache: EngineCache | None) -> torch.Tensor | N
     return log.ids[:, : request.lengths.cached]
 
 
-def _translates(draft: PreTrainedModel, model: PreTrainedModel, tokenizer: Any, draft_tokenizer: Any) -> bool:
+def _translates(
+    draft: PreTrainedModel, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, draft_tokenizer: Any
+) -> bool:
     """Whether the two have different vocabularies. Raises `OptionError` where a tokenizer is missing for that."""
     sizes = [lm.config.get_text_config(decoder=True).vocab_size for lm in (draft, model)]
     if draft_tokenizer is None:

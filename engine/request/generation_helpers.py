@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from transformers import (
@@ -14,6 +13,7 @@ from transformers import (
     LogitsProcessorList,
     MaxTimeCriteria,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
@@ -98,13 +98,13 @@ def ended(
     model: PreTrainedModel,
     config: GenerationConfig,
     call_criteria: Sequence | None,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     grammar: Grammar | None,
     stops_from: int,
 ) -> Callable[[], Callable[[torch.Tensor], torch.Tensor]]:
     """Called when a run begins, it gives `Task.ended`. stops_from: see `Request`."""
 
-    def adapted(criterion: Any) -> Any:
+    def adapted(criterion: object) -> object:
         """Of the criteria that transformers makes, those that ask less than ours."""
         if isinstance(criterion, EosTokenCriteria) and grammar is not None:
             return lambda ids, scores: criterion(ids, scores) & ~grammar.belongs(ids)
@@ -132,7 +132,7 @@ def ended(
     return begin
 
 
-def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
+def stop_strings(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     stops = config.stop_strings or ()
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     if stops and tokenizer is None:
@@ -142,7 +142,7 @@ def stop_strings(config: GenerationConfig, tokenizer: Any) -> tuple[str, ...]:
     return stops
 
 
-def replaces(criteria: Sequence[Any] | None, criterion_class: type) -> bool:
+def replaces(criteria: Sequence[object] | None, criterion_class: type) -> bool:
     """Whether the caller's criteria take the place of the call's own one of this kind, as in transformers."""
     return any(type(criterion) is criterion_class for criterion in criteria or ())
 
@@ -150,14 +150,14 @@ def replaces(criteria: Sequence[Any] | None, criterion_class: type) -> bool:
 class Criteria(StoppingCriteriaList):
     """Criteria whose verdicts are checked: each is bool [rows], or one for all rows."""
 
-    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, scores: tuple[torch.Tensor, ...] | None, **kwargs: object) -> torch.Tensor:
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self:
             ended |= _checked(name_of(criterion), criterion(ids, scores, **kwargs), len(ids)).to(ids.device)
         return ended
 
 
-def _checked(name: str, verdict: Any, rows: int) -> torch.Tensor:
+def _checked(name: str, verdict: object, rows: int) -> torch.Tensor:
     expected = f"the stopping criterion {name} returns whether each of {rows} rows ends, bool [{rows}]"
     try:
         ends = as_tensor(verdict)

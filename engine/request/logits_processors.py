@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -124,12 +124,12 @@ def _checked(name: str, processed: Any, scores: torch.Tensor) -> torch.Tensor:
     return processed
 
 
-def name_of(processor: Any) -> str:
+def name_of(processor: object) -> str:
     """How a processor or a criterion is called in errors."""
     return getattr(processor, "__name__", type(processor).__name__)
 
 
-def _is_stateful(processor: Any) -> bool:
+def _is_stateful(processor: object) -> bool:
     verbs = [verb for verb in ("select_rows", "crop") if callable(getattr(processor, verb, None))]
     if len(verbs) == 1:
         raise OptionError(
@@ -140,7 +140,7 @@ def _is_stateful(processor: Any) -> bool:
     return len(verbs) == 2
 
 
-def with_own_processors(parameters: dict[str, Any]) -> dict[str, Any]:
+def with_own_processors(parameters: Mapping[str, object]) -> dict[str, object]:
     """The parameters of a call with copies of the processors that follow one run at a time."""
     copied = dict(parameters)
     for name in ("logits_processor", "prefix_allowed_tokens_fn"):
@@ -154,7 +154,7 @@ def with_own_processors(parameters: dict[str, Any]) -> dict[str, Any]:
     return copied
 
 
-def _knows_rows_by_place(processor: Any) -> bool:
+def _knows_rows_by_place(processor: object) -> bool:
     """Whether it was made for the prompts in their order, and says something different about each."""
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         padding = processor.prompt_ignore_length
@@ -169,7 +169,7 @@ def _knows_rows_by_place(processor: Any) -> bool:
     return isinstance(processor, made_for_prompts)
 
 
-def _from_ids_alone(processor: Any, prompt_columns: int) -> Any:
+def _from_ids_alone(processor: object, prompt_columns: int) -> object:
     """A processor of transformers' that counts its calls, as one that does not; all others as they are."""
     if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
         raise OptionError(

@@ -75,12 +75,12 @@ from strategies.operations import needs_of
 class _Said:
     """Arguments besides the inputs. options: those with an effect. lengths: max_length and min_length if given."""
 
-    options: dict[str, Any]
+    options: dict[str, object]
     config: GenerationConfig
     strategy: Strategy
-    model_inputs: dict[str, Any]
+    model_inputs: dict[str, object]
     lengths: set[str]
-    negative: dict[str, Any]
+    negative: dict[str, object]
 
 
 def read_request(
@@ -228,7 +228,7 @@ def _read_length(
 
 def _complete_config(
     model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
-) -> tuple[GenerationConfig, dict[str, Any], set[str]]:
+) -> tuple[GenerationConfig, dict[str, object], set[str]]:
     """All parameters, the model inputs among `options`, and which of max_length and min_length were given."""
     model_values = read_own(model.generation_config, generation_config, options)
     configs = [config for config in (generation_config, model.generation_config) if config is not None]
@@ -275,7 +275,7 @@ def _inferred_mask(model: PreTrainedModel, ids: torch.Tensor, config: Generation
     return prepare_attention_mask(model, ids, config)
 
 
-def _refuse_unknown(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+def _refuse_unknown(model: PreTrainedModel, model_kwargs: Mapping[str, object]) -> None:
     """Refuse model inputs that the model does not take, among them every misspelt parameter."""
     takes = set(forward_parameters(model)) | set(inspect.signature(model.prepare_inputs_for_generation).parameters)
     takes -= _SET_BY_THE_ENGINE

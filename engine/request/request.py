@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
@@ -47,7 +46,7 @@ class Request:
     generator: torch.Generator | None
     grammar: Grammar | None
     top_logprobs: int | None
-    inputs: dict[str, Any]
+    inputs: dict[str, object]
     drafts: SpeculationStats = field(default_factory=SpeculationStats)
     translation: Translation | None = None
 

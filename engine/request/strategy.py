@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import (
@@ -11,6 +11,7 @@ from transformers import (
     GenerationConfig,
     MinPLogitsWarper,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
@@ -36,7 +37,7 @@ _STRATEGY_OF_MODE = {
 _NOT_AVAILABLE = ("constraints", "force_words_ids", "dola_layers")
 
 
-def pop_own_options(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
+def pop_own_options(strategy: object, options: dict[str, Any]) -> dict[str, object]:
     """Those of `options` that only the named strategy has: transformers knows no such parameter."""
     names = strategies.options(strategy) if isinstance(strategy, str) else []
     parameters = GenerationConfig().to_dict()
@@ -46,9 +47,9 @@ def pop_own_options(strategy: Any, options: dict[str, Any]) -> dict[str, Any]:
 def choose_strategy(
     config: GenerationConfig,
     call: Call,
-    options: dict[str, Any],
+    options: Mapping[str, object],
     draft: PreTrainedModel | None,
-    strategy_options: dict[str, Any],
+    strategy_options: Mapping[str, object],
 ) -> Strategy:
     """The named strategy, or the one that the parameters mean in transformers.
 
@@ -99,9 +100,9 @@ def _built(
     call: Call,
     implied: str,
     config: GenerationConfig,
-    options: dict[str, Any],
+    options: Mapping[str, object],
     draft: PreTrainedModel | None,
-    strategy_options: dict[str, Any],
+    strategy_options: Mapping[str, object],
 ) -> Strategy:
     """The strategy that the call names, or `implied`, with options of the call, the model, or its defaults."""
     neutral = default_generation_params()
@@ -133,7 +134,7 @@ def _built(
     return strategies.build(chosen, **chosen_options, **strategy_options)
 
 
-def _check_draft(strategy: Strategy, draft: PreTrainedModel | None, tokenizer: Any) -> None:
+def _check_draft(strategy: Strategy, draft: PreTrainedModel | None, tokenizer: PreTrainedTokenizerBase) -> None:
     needs_draft = needs_of(strategy).draft
     if draft is None and (needs_draft or tokenizer is not None):
         argument = f"strategy={strategy.name!r}" if needs_draft else "assistant_tokenizer"
@@ -156,7 +157,7 @@ def check_logprobs(top_logprobs: int | None, strategy: Strategy) -> None:
         )
 
 
-def score_copies(strategy: Strategy, processors: Sequence[Any] = ()) -> int:
+def score_copies(strategy: Strategy, processors: Sequence[object] = ()) -> int:
     """Float32 tensors [rows, vocabulary] at the same time, at most: of the strategy, or of transformers' processors."""
     copies = needs_of(strategy).score_copies
     if not processors:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteria
 
@@ -17,7 +15,7 @@ class TimeLimit(StoppingCriteria):
     def __init__(self, limit: MaxTimeCriteria, ranks: OneProcess):
         self._limit, self._ranks = limit, ranks
 
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, input_ids: torch.Tensor, scores: object, **kwargs: object) -> torch.Tensor:
         is_over = bool(as_tensor(self._limit(input_ids, scores, **kwargs)).all())
         return torch.full((len(input_ids),), bool(self._ranks.most(is_over)), device=input_ids.device)
 

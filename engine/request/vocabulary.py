@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from strategies import Translation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _CONTEXT = 10  # tokens before new ones that a tokenizer is shown with them
 
@@ -16,7 +20,7 @@ class Translator:
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         draft_tokenizer: Any,
         mask: torch.Tensor,
         prefix_ids: torch.Tensor | None,
@@ -57,5 +61,5 @@ class Translator:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _text(tokenizer: Any, ids: list[int]) -> str:
+def _text(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from engine.chat_template import special_tokens
 from engine.output.detokenizer import RowText
 from engine.result import Generation, StreamChunk, TokenLogprob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _LEAST = -9999.0  # for no probability at all: JSON has no infinity
 _REASONS = {"eos": "stop", "stop_string": "stop", "criteria": "stop", "length": "length", "time": "length"}
@@ -50,24 +54,26 @@ class Answer:
         """The chunk that says that a message of a chat begins."""
         return self._chunk([self._choice(index, delta={"role": "assistant", "content": ""})])
 
-    def chunk(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
+    def chunk(self, index: int, chunk: StreamChunk) -> dict[str, object]:
         reason = None if chunk.finish_reason is None else _REASONS[chunk.finish_reason]
         content = self._content(self.with_space(index, chunk.tokens, chunk.text or ""), delta=True)
         return self._chunk([self._choice(index, reason, self._logprobs(index, "", [], chunk.logprobs), **content)])
 
-    def echo(self, index: int, text: str, scored: Sequence[TokenLogprob | int], reason: str | None) -> dict[str, Any]:
+    def echo(
+        self, index: int, text: str, scored: Sequence[TokenLogprob | int], reason: str | None
+    ) -> dict[str, object]:
         """The prompt, before the text that continues it; with a reason where none does."""
         return self._chunk([self._choice(index, reason, self._logprobs(index, text, scored, []), text=text)])
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: Mapping[str, object]) -> dict[str, object]:
         return self._chunk([]) | {"usage": usage}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         return self._object("chat.completion.chunk" if self.is_chat else "text_completion") | {"choices": choices}
 
     # All at once.
 
-    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    def complete(self, choices: list[dict[str, object]], usage: Mapping[str, object]) -> dict[str, object]:
         return self._object("chat.completion" if self.is_chat else "text_completion") | {
             "choices": choices,
             "usage": usage,
@@ -81,7 +87,7 @@ class Answer:
         text: str,
         logprobs_of_text: Sequence[TokenLogprob],
         reason: str | None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """echoed, scored: the prompt and its tokens. text, logprobs_of_text: what continues it, and its tokens."""
         reason = None if reason is None else _REASONS[reason]
         logprobs = self._logprobs(index, echoed, scored, logprobs_of_text)
@@ -102,15 +108,15 @@ class Answer:
         space, self._spaces[index] = self._spaces.get(index, ""), ""
         return space + text
 
-    def _object(self, name: str) -> dict[str, Any]:
+    def _object(self, name: str) -> dict[str, object]:
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
     def _choice(
-        self, index: int, reason: str | None = None, logprobs: dict[str, Any] | None = None, **content: Any
-    ) -> dict[str, Any]:
+        self, index: int, reason: str | None = None, logprobs: dict[str, object] | None = None, **content: object
+    ) -> dict[str, object]:
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
 
-    def _content(self, text: str, delta: bool) -> dict[str, Any]:
+    def _content(self, text: str, delta: bool) -> dict[str, object]:
         if not self.is_chat:
             return {"text": text}
         if delta:
@@ -119,7 +125,7 @@ class Answer:
 
     def _logprobs(
         self, index: int, echoed: str, scored: Sequence[TokenLogprob | int], following: Sequence[TokenLogprob]
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, object] | None:
         """scored: tokens of the prompt `echoed`; those of which there is no log probability by their ids. following:
         tokens that follow in the choice."""
         if self.logprobs is None:
@@ -171,11 +177,11 @@ class Answer:
             logprobs.setdefault(self._token(token), max(logprob, _LEAST))
         return logprobs
 
-    def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
+    def _entry(self, entry: TokenLogprob) -> dict[str, object]:
         top = [self._named(token, logprob) for token, logprob in entry.top]
         return self._named(entry.token, entry.logprob) | {"top_logprobs": top}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float) -> dict[str, object]:
         text = self._token(token)
         encoded = self._bytes_of_part(token) if "\ufffd" in text else text.encode()
         return {
@@ -208,7 +214,7 @@ class _Offsets:
     """Where the tokens of a choice begin in its text, in characters. begin: of the first one. keeps_space: whether the
     text has the space that decoders leave out at its beginning."""
 
-    def __init__(self, tokenizer: Any, begin: int, keeps_space: bool):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, begin: int, keeps_space: bool):
         self._begin, self._text = begin, RowText(tokenizer, keeps_space=keeps_space)
 
     def add(self, token: int) -> int:
@@ -223,7 +229,7 @@ def _bytes_of_characters() -> dict[str, int]:
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, Any]:
+def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, object]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": new_tokens,
@@ -232,7 +238,7 @@ def usage(prompt_tokens: int, new_tokens: int, cached_tokens: int) -> dict[str, 
     }
 
 
-def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, Any]:
+def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, object]:
     """The usage of all results. prompt_tokens: of all prompts, each counted once."""
     results = list(results)
     new_tokens = sum(result.stats.new_tokens for result in results)
@@ -240,7 +246,7 @@ def added(results: Iterable[Generation], prompt_tokens: int) -> dict[str, Any]:
     return usage(prompt_tokens, new_tokens, min(cached, prompt_tokens))
 
 
-def error(message: str, error_type: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+def error(message: str, error_type: str, code: str | None = None, param: str | None = None) -> dict[str, object]:
     """param: the field of the request that is wrong."""
     texts = {"message": message, "type": error_type, "param": param, "code": code}
     # Halves of surrogate pairs, which JSON may bring in any text, cannot be sent back.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -63,7 +63,7 @@ def make_app(
         return await _answered(service, body, request)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> dict[str, object]:
         return {"object": "list", "data": [_described(service)]}
 
     @app.get("/v1/models/{name:path}")
@@ -121,7 +121,7 @@ def _unread(cause: BaseException) -> Exception:
     return InputError(f"the body cannot be read: {type(cause).__name__}")
 
 
-def _file(name: str, media_type: str) -> Any:
+def _file(name: str, media_type: str) -> Callable[[], Awaitable[Response]]:
     content = (files("engine.server") / "page" / name).read_bytes()
 
     async def send() -> Response:
@@ -130,7 +130,7 @@ def _file(name: str, media_type: str) -> Any:
     return send
 
 
-def _described(service: Service) -> dict[str, Any]:
+def _described(service: Service) -> dict[str, object]:
     limits = service.limits
     abilities = {"caches": service.caches, "strategies": strategies.names(), "context_tokens": limits.context_tokens}
     maxima = {"max_tokens": limits.max_tokens, "max_rows": limits.max_rows}
@@ -158,7 +158,7 @@ async def _answered(service: Service, body: ChatRequest | CompletionRequest, req
     return await asyncio.to_thread(lambda: JSONResponse(_complete(job)))  # log probabilities take a while
 
 
-async def _to_end(chunks: AsyncIterator[Any]) -> None:
+async def _to_end(chunks: AsyncIterator[object]) -> None:
     async for _ in chunks:
         pass
 
@@ -202,7 +202,7 @@ def _counted_refusal(service: Service, failed: Exception) -> Refusal:
     return refused
 
 
-def _complete(job: Job) -> dict[str, Any]:
+def _complete(job: Job) -> dict[str, object]:
     """The object of a request that does not stream."""
     choices = []
     for number, text in enumerate(job.texts):
@@ -261,11 +261,11 @@ async def _events(
             service.metrics.ended(outcome)
 
 
-def _event(written: dict[str, Any]) -> str:
+def _event(written: Mapping[str, object]) -> str:
     return f"data: {json.dumps(written)}\n\n"
 
 
-def _objects(job: Job, index: int, chunk: StreamChunk | None) -> list[dict[str, Any]]:
+def _objects(job: Job, index: int, chunk: StreamChunk | None) -> list[dict[str, object]]:
     """What is written for a chunk: see `Service.chunks`."""
     if chunk is not None:
         return [job.answer.chunk(index, chunk)]

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 from pydantic import (
     AfterValidator,
@@ -39,7 +42,7 @@ _TEMPLATE_OWN = set(inspect.signature(PreTrainedTokenizerBase.apply_chat_templat
 def _at_most(limit: int) -> BeforeValidator:
     """Refuses larger objects before their entries are read: each wrong one would cost time for an error of its own."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > limit:
             raise ValueError(f"{len(value):,} entries, and this server reads {limit:,}")
         return value
@@ -47,7 +50,7 @@ def _at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _of_moderate_size(schema: Any) -> Any:
+def _of_moderate_size(schema: object) -> object:
     try:
         size = len(json.dumps(schema))
     except RecursionError:
@@ -65,7 +68,7 @@ class _Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_the_default(cls, body: Any) -> Any:
+    def _null_is_the_default(cls, body: object) -> object:
         if not isinstance(body, dict):
             return body
         if (unknown := len(body.keys() - cls.model_fields.keys())) > _UNKNOWN_FIELDS:
@@ -74,13 +77,13 @@ class _Body(BaseModel):
 
 
 # How types of `engine.parameters` are read from JSON, where pydantic's way would take too much.
-_TYPES: dict[Any, Any] = {
+_TYPES: dict[object, object] = {
     dict: _Schema,
     list: Annotated[list[_Text], Field(fail_fast=True, min_length=1, max_length=1000)],
 }
 
 
-def _limits(name: str) -> Any:
+def _limits(name: str) -> object:
     """The range of a parameter of `generate` in a request."""
     field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
     if field.type is not None or reader is None:
@@ -89,7 +92,7 @@ def _limits(name: str) -> Any:
     return Field(ge=minimum, le=reader.most if field.most is None else field.most)
 
 
-def _type(name: str) -> Any:
+def _type(name: str) -> object:
     """What a parameter of `generate` is in a request."""
     field, reader = PARAMETERS[name].field or RequestField(), PARAMETERS[name].reader
     value_type: Any = field.type or (reader and reader.scalar)
@@ -110,18 +113,18 @@ class EngineOptions(_Parameters):
     """
 
     cache_config: Annotated[dict[str, bool | int | float | str], _at_most(32)] = Field(default={})
-    chat_template_kwargs: dict[str, Any] = Field(default={})
+    chat_template_kwargs: dict[str, object] = Field(default={})
 
     @field_validator("cache_config")
     @classmethod
-    def _sets_nothing_of_the_server(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _sets_nothing_of_the_server(cls, value: dict[str, Any]) -> dict[str, object]:
         if reserved := [name for name in _SIZES_OF_THE_SERVER if name in value]:
             raise ValueError(f"a request cannot set {', '.join(reserved)}")
         return value
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _is_for_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _is_for_the_template(cls, value: dict[str, Any]) -> dict[str, object]:
         if reserved := _TEMPLATE_OWN & set(value):
             raise ValueError(f"{', '.join(sorted(reserved))} cannot be set here")
         return value
@@ -139,7 +142,7 @@ class _Request(_Body):
     temperature: Annotated[float | None, _limits("temperature")] = None  # below 0.001 only 0
     top_p: Annotated[float | None, _limits("top_p")] = None
     n: Annotated[int, _limits("num_return_sequences")] = 1
-    stop: Any = None
+    stop: object = None
     seed: Annotated[int | None, _limits("seed")] = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -160,7 +163,7 @@ class _Request(_Body):
 
     @field_validator("stop")
     @classmethod
-    def _are_stop_strings(cls, value: Any) -> Any:
+    def _are_stop_strings(cls, value: object) -> object:
         """By hand: a union has an error for each of its kinds."""
         texts = [value] if isinstance(value, str) else value
         if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
@@ -179,7 +182,7 @@ class _Request(_Body):
         return any(form is not None for form in forms) or (self.response_format or {}).get("type", "text") != "text"
 
     @model_validator(mode="after")
-    def _options_apply(self) -> Any:
+    def _options_apply(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is for stream: true")
         if self.engine.min_new_tokens and self.has_form:
@@ -197,7 +200,7 @@ class Message(BaseModel):
 
     @field_validator("content")
     @classmethod
-    def _as_text(cls, value: Any) -> Any:
+    def _as_text(cls, value: object) -> object:
         """Parts of text as one text."""
         if not isinstance(value, list):
             return value
@@ -225,7 +228,7 @@ class ChatRequest(_Request):
     sanitize_control_tokens: bool = True
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Any:
+    def _fits_together(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is for logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -249,7 +252,7 @@ class CompletionRequest(_Request):
 
     @field_validator("prompt")
     @classmethod
-    def _is_a_prompt(cls, value: Any) -> Any:
+    def _is_a_prompt(cls, value: object) -> object:
         """By hand: a union of lists would have an error for each of its elements."""
         is_prompt = isinstance(value, str) or _are_ids(value)
         if is_prompt or (isinstance(value, list) and value and all(isinstance(text, str) for text in value)):
@@ -261,7 +264,7 @@ class CompletionRequest(_Request):
         )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Any:
+    def _fits_together(self) -> Self:
         if self.best_of is not None and self.best_of < self.n:
             raise ValueError(f"best_of={self.best_of} texts are searched for, and n={self.n} returned: raise best_of")
         if self.best_of is not None and self.engine.num_beams is not None:
@@ -285,5 +288,5 @@ _OF_SCORING = {
 }  # fmt: skip
 
 
-def _are_ids(value: Any) -> bool:
+def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int and 0 <= token < 2**31 for token in value)

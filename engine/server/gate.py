@@ -12,7 +12,7 @@ import logging
 import re
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from caches.platform.host_allocator import give_back_freed_memory
@@ -126,7 +126,7 @@ class Gate:
         self._gives_back = False
         asyncio.get_running_loop().run_in_executor(None, give_back_freed_memory)
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[str, Any]] | None:
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> tuple[int, dict[str, object]] | None:
         name = host_name(headers.get(b"host", b"").decode("latin-1"))
         if self._hosts is not None and name not in self._hosts:
             return 403, error("this server does not go by that host name", "invalid_request_error")
@@ -172,7 +172,7 @@ def _replayed(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(send: Send, status: int, body: dict[str, Any]) -> None:
+async def _refuse(send: Send, status: int, body: Mapping[str, object]) -> None:
     content = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     if status == 401:

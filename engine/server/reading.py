@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,14 +90,14 @@ def continues(body: ChatRequest | CompletionRequest) -> bool:
     return bool(TemplateOptions.of(body).resolved(messages).continue_final_message)
 
 
-def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+def _with_objects(message: dict[str, Any]) -> dict[str, object]:
     """With the arguments of tool calls as objects: the protocol has JSON in a string, which most templates would write
     as JSON once more."""
     calls = message.get("tool_calls")
     return message | {"tool_calls": list(map(_with_arguments, calls))} if isinstance(calls, list) else message
 
 
-def _with_arguments(call: Any) -> Any:
+def _with_arguments(call: Any) -> object:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
@@ -107,7 +108,7 @@ def _with_arguments(call: Any) -> Any:
     return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
-def _check_template(template: Any, arguments: dict[str, Any], tools: Any) -> None:
+def _check_template(template: str, arguments: Mapping[str, object], tools: object) -> None:
     """Refuse what the template has no place for. Raises `InputError`."""
     try:
         variables = meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template))
@@ -131,7 +132,7 @@ _OF_SEARCHES = {
 }  # fmt: skip
 
 
-def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> dict[str, Any]:
+def parameters(body: ChatRequest | CompletionRequest, prompt_tokens: int, limits: Limits) -> dict[str, object]:
     """The parameters of `engine.generate` for a prompt of so many tokens. Raises `OptionError`, `InputError`."""
     options = body.engine.model_dump(exclude_none=True, exclude={"chat_template_kwargs"})
     options["cache_config"] = options["cache_config"] or None
@@ -218,7 +219,7 @@ def _check_rows(arguments: dict[str, Any], limits: Limits) -> None:
         raise OptionError(f"min_new_tokens={min_new_tokens} is more than max_tokens={arguments['max_new_tokens']}")
 
 
-def _as_drawn(arguments: dict[str, Any]) -> dict[str, Any]:
+def _as_drawn(arguments: dict[str, Any]) -> dict[str, object]:
     """With `do_sample`: temperature 0 is greedy, where top_p and its like leave the likeliest token, and what only
     drawing makes sense of asks for it."""
     searches = arguments.get("num_beams", 1) > 1 or any(

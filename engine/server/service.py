@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -55,7 +55,7 @@ class ServedGenerator(Protocol):
     """A `Generator`."""
 
     model: Any
-    tokenizer: Any
+    tokenizer: object
 
     @property
     def pools(self) -> dict[str, int]: ...
@@ -69,7 +69,7 @@ class ServedGenerator(Protocol):
 class Refusal(Exception):
     """An answer with an error: its HTTP status, its body, and seconds after which to try again."""
 
-    def __init__(self, status: int, body: dict[str, Any], retry_s: int | None = None):
+    def __init__(self, status: int, body: Mapping[str, object], retry_s: int | None = None):
         super().__init__(status)
         self.status, self.body = status, body
         self.headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
@@ -130,7 +130,7 @@ class Job:
             run.cancel()
 
     @property
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, object]:
         results = [text.request.result() for text in self.texts if text.request is not None]
         return added(results, sum(len(text.ids) for text in self.texts))
 
@@ -234,12 +234,12 @@ class Service:
             )
             raise Refusal.of_bad_request(f"{message}: ask for fewer texts, tokens or top_logprobs")
 
-    async def _reading(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    async def _reading(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, object]]]:
         """See `_read`, in another thread."""
         pool = self._long_texts if characters(body) > LONG_CHARACTERS else None
         return await asyncio.get_running_loop().run_in_executor(pool, self._read, body)
 
-    def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, Any]]]:
+    def _read(self, body: ChatRequest | CompletionRequest) -> tuple[list[list[int]], list[dict[str, object]]]:
         """The prompts' ids, and the parameters of each."""
         texts, model = self._texts, self._generator.model
         prompts = [chat_ids(body, texts)] if isinstance(body, ChatRequest) else completion_ids(body, texts)
@@ -263,7 +263,9 @@ class Service:
             message = f"{len(self._open)} prompts run or wait, and this server takes {limit} at once: try again later"
             raise Refusal(429, error(message, "rate_limit_error", "queue_full"), max(1, wait_s))
 
-    def _submitted(self, ids: list[int], is_chat: bool, parameters: dict[str, Any], prompt_tokens: int) -> BatchRequest:
+    def _submitted(
+        self, ids: list[int], is_chat: bool, parameters: Mapping[str, object], prompt_tokens: int
+    ) -> BatchRequest:
         prompt = EncodedPrompt(torch.tensor([ids], device="cpu"), is_chat, stops_in_prompt=False)
         request = self._batch.submit(prompt, **parameters)
         task = asyncio.create_task(self._count(request, prompt_tokens))
@@ -274,7 +276,7 @@ class Service:
     async def _count(self, request: BatchRequest, prompt_tokens: int) -> None:
         """Wait for the end of a run, and measure it. prompt_tokens: 0 where they are counted with another run."""
         begun = time.monotonic()
-        result: Any = None
+        result: object = None
         try:
             result = await request
         except EngineError as failed:
@@ -344,7 +346,7 @@ async def _chunks_of(text: _Text) -> AsyncIterator[StreamChunk | None]:
         yield chunk
 
 
-def _scoring(ids: Sequence[int], arguments: dict[str, Any]) -> dict[str, Any]:
+def _scoring(ids: Sequence[int], arguments: Mapping[str, object]) -> dict[str, object]:
     """The parameters of the run that gives the log probabilities of a prompt."""
     shared = {
         name: arguments[name] for name in ("cache", "cache_config", "max_time", "top_logprobs") if name in arguments
@@ -372,5 +374,5 @@ def refusal(failed: Exception) -> Refusal:
     return Refusal(500, error(f"an error of the server's own: {type(failed).__name__}", "server_error"))
 
 
-def _partial(failed: GenerationInterrupted) -> dict[str, Any]:
+def _partial(failed: GenerationInterrupted) -> dict[str, object]:
     return {"partial": failed.partial.text}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 LONG_CHARACTERS = 2**16  # a text of more takes a tenth of a second or longer
 _MARGIN_TOKENS = 64  # by which the beginning of a text may have more tokens than in all of it
@@ -17,7 +21,7 @@ _BYTES_PER_CHARACTER = 512  # that tokenizing takes; 170 to 490 were measured
 class Texts:
     """tokenizer: of the model. context_tokens: more than these are refused; None for no limit."""
 
-    def __init__(self, tokenizer: Any, context_tokens: int | None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_tokens: int | None):
         self.tokenizer, self._context_tokens = tokenizer, context_tokens
 
     @cached_property

@@ -41,7 +41,7 @@ def _leave(requests: Generator[BatchRequest, None, None]) -> None:
 
 
 def generate_many(
-    scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
+    scheduler: Scheduler, prompts: Iterable[object], parameters: dict[str, Any], progress: bool
 ) -> EndedRequests:
     """See `Generator.generate_many`."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
@@ -51,7 +51,7 @@ def generate_many(
 
 
 def _ended(
-    scheduler: Scheduler, prompts: Iterable[Any], parameters: dict[str, Any], progress: bool
+    scheduler: Scheduler, prompts: Iterable[object], parameters: dict[str, Any], progress: bool
 ) -> Generator[BatchRequest, None, None]:
     requests, keys = _requests(prompts, parameters), Cancellation(None, scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -89,12 +89,12 @@ def _ended(
         scheduler.close()
 
 
-def _requests(prompts: Iterable[Any], parameters: dict[str, Any]) -> Iterator[BatchRequest]:
+def _requests(prompts: Iterable[object], parameters: dict[str, Any]) -> Iterator[BatchRequest]:
     for index, prompt in enumerate(prompts):
         yield BatchRequest(index, *_read(prompt, parameters))
 
 
-def _read(prompt: Any, parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _read(prompt: object, parameters: dict[str, Any]) -> tuple[object, dict[str, object]]:
     """The inputs and the parameters of one prompt: a mapping with "prompt" has parameters of its own."""
     if isinstance(prompt, Mapping) and "prompt" in prompt:
         arguments = dict(prompt)
@@ -102,7 +102,7 @@ def _read(prompt: Any, parameters: dict[str, Any]) -> tuple[Any, dict[str, Any]]
     return prompt, parameters
 
 
-def check_common(parameters: Mapping[str, Any]) -> None:
+def check_common(parameters: Mapping[str, object]) -> None:
     """Raise `OptionError` for parameters that cannot be those of several requests."""
     for name, instead in _OF_ONE.items():
         if parameters.get(name) is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs import CacheConfig, PlacedCacheConfig
 from engine.cli import options, output
 from engine.cli.libraries import start_libraries
 from engine.cli.progress import Work
 from engine.tables import Column, facts, fitted, megabytes, terminal_width, wrapped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @options.takes({None: options.CACHES})
@@ -35,7 +38,7 @@ def caches(name: str | None, model: str | None, tokens: int, as_json: bool) -> N
     output.say_json(report) if as_json else output.say(shown)
 
 
-def _entry(recipe: Any, model_config: Any, tokens: int) -> dict[str, Any]:
+def _entry(recipe: Any, model_config: PreTrainedConfig, tokens: int) -> dict[str, object]:
     """A backend's name, summary and options, with its size for the model or the reason why it is refused."""
     from caches import CacheError
     from engine.memory.plan import cache_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -64,7 +64,7 @@ class Terminal:
     retry_parameters: of an answer that is tried again, which would be the same one without chance.
     """
 
-    def __init__(self, chat: Chat, retry_parameters: dict[str, Any]):
+    def __init__(self, chat: Chat, retry_parameters: Mapping[str, object]):
         self._chat, self._again = chat, retry_parameters
         self._commands: dict[str, tuple[Callable[..., None], str]] = {
             "/save": (self._save, "FILE: write the conversation and its cache to a file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
@@ -67,8 +68,8 @@ def generate(**arguments: Any) -> None:
 def _lines(
     arguments: dict[str, Any],
     inputs: list[Any],
-    labels: list[dict[str, Any]],
-    parameters: dict[str, Any],
+    labels: list[dict[str, object]],
+    parameters: Mapping[str, object],
     settings: EngineConfig,
 ) -> Lines:
     """The lines of many prompts. Digests leave out where and how steps are computed: after a run that was out of
@@ -81,7 +82,7 @@ def _lines(
     return lines if lines.path is None else opened(lines, lines.path, arguments["file"] or [])
 
 
-def _print(chunks: Stream, work: Work, arguments: dict[str, Any], limit: int | None) -> Generation:
+def _print(chunks: Stream, work: Work, arguments: Mapping[str, object], limit: int | None) -> Generation:
     """Print the text; after an error or Ctrl-C the text so far, which `main` finds in the interrupt's `partial`.
 
     limit: the most new tokens of a row; None if unknown.

@@ -100,7 +100,7 @@ def _api_key(option: str | None) -> str | None:
 
 def _settings(arguments: dict[str, Any]) -> EngineConfig:
     settings = values.engine_config(arguments["config"], arguments)
-    changes: dict[str, Any] = {} if arguments["cache"] is None else {"cache": arguments["cache"]}
+    changes: dict[str, object] = {} if arguments["cache"] is None else {"cache": arguments["cache"]}
     if cache_config := values.assignments(arguments["cache_option"], "--cache-option"):
         if arguments["cache"] is None:
             raise OptionError("--cache-option sets an option of a cache: say which, with --cache")

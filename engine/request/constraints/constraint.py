@@ -30,7 +30,7 @@ class Constraint:
 
     said: str
     grammar: str
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[str], object] | None = None
     number_length: NumberLength | None = None
 
 
@@ -85,7 +85,7 @@ def check_installed(name: str) -> None:
         ) from error
 
 
-def _is_per_prompt(name: str, value: Any) -> bool:
+def _is_per_prompt(name: str, value: object) -> bool:
     """Whether there is one for each prompt; a list of texts is the choices of all of them."""
     if not isinstance(value, (list, tuple)):
         return False
@@ -133,7 +133,7 @@ def _read_format(value: Any) -> Constraint:
 def _of_schema(name: str, value: Any) -> Constraint:
     from llguidance import LLMatcher
 
-    parse: Callable[[str], Any] = json.loads
+    parse: Callable[[str], object] = json.loads
     try:
         if is_pydantic(value):
             value, parse = _closed(value.model_json_schema()), value.model_validate_json
@@ -145,7 +145,7 @@ def _of_schema(name: str, value: Any) -> Constraint:
         raise OptionError(f"{name} is no JSON schema: {type(error).__name__}: {error}") from error
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: object) -> object:
     """A model's schema, whose objects have no other properties unless the model allows them."""
     if isinstance(schema, list):
         return [_closed(entry) for entry in schema]

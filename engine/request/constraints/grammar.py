@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import LogitsProcessor, PreTrainedTokenizerFast
+from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.chat_template import special_tokens
 from engine.errors import OptionError
@@ -54,7 +54,7 @@ class Grammar(LogitsProcessor):
     def __init__(
         self,
         constraints: Sequence[Constraint | None],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         vocabulary: int,
         eos_ids: Sequence[int],
         prompt_columns: int,
@@ -142,7 +142,7 @@ class Grammar(LogitsProcessor):
             self._states[text] = self._after(self._nearest(text), text)
         return not self._states[text].has_left
 
-    def parsed(self, texts: Sequence[str], are_complete: Sequence[bool]) -> list[Any]:
+    def parsed(self, texts: Sequence[str], are_complete: Sequence[bool]) -> list[object]:
         """What complete texts mean, by row; None for others, and for what a model of pydantic does not accept."""
         rows_per_prompt, values = len(texts) // len(self.constraints), []
         for row, (text, is_complete) in enumerate(zip(texts, are_complete, strict=True)):
@@ -264,10 +264,10 @@ def _common(tokens: Sequence[int], other_tokens: Sequence[int]) -> int:
     return next(differs, min(len(tokens), len(other_tokens)))
 
 
-_TOKENIZERS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+_TOKENIZERS: WeakKeyDictionary[object, dict[tuple[int, ...], object]] = WeakKeyDictionary()
 
 
-def _library_tokenizer(tokenizer: Any, vocabulary: int, ends: list[int], parameter: str) -> Any:
+def _library_tokenizer(tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: list[int], parameter: str) -> Any:
     """The tokenizer in the form of llguidance, which takes up to a second to make. vocabulary: scores of the model."""
     from llguidance import hf
 
@@ -293,7 +293,7 @@ def _library_tokenizer(tokenizer: Any, vocabulary: int, ends: list[int], paramet
     return library_tokenizers[key]
 
 
-def _matcher(constraint: Constraint, library: Any) -> Any:
+def _matcher(constraint: Constraint, library: object) -> Any:
     """At the beginning of a text. Raises `OptionError` where nothing can follow the constraint."""
     from llguidance import LLMatcher
 

@@ -8,8 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 SIGNIFICANT_DIGITS = 17  # tell every float64 from every other one
 _INTEGER_DIGITS = 20  # of every 64-bit number
@@ -69,7 +73,7 @@ class NumberLength:
         return digits <= self.exponent and (reading.exponent is None or reading.exponent <= max_exponent)
 
 
-def number_length(schema: Any) -> NumberLength:
+def number_length(schema: object) -> NumberLength:
     """Raises `ValueError` for a whole number of more than 64 bits that the grammar would round.
 
     17 significant digits and 3 of the exponent; 20 digits where whole numbers are asked for, as identifiers have
@@ -87,7 +91,7 @@ def number_length(schema: Any) -> NumberLength:
     return NumberLength(integer, significant)
 
 
-def _entries(schema: Any, name: str = "") -> Iterable[tuple[str, Any]]:
+def _entries(schema: object, name: str = "") -> Iterable[tuple[str, Any]]:
     """(name, value) of everything in it; elements of a list have the name of the list."""
     yield name, schema
     if isinstance(schema, Mapping):
@@ -168,10 +172,10 @@ class NumberTokens:
         return within if any(within) else None
 
 
-_TOKENS: WeakKeyDictionary[Any, dict[int, NumberTokens]] = WeakKeyDictionary()
+_TOKENS: WeakKeyDictionary[object, dict[int, NumberTokens]] = WeakKeyDictionary()
 
 
-def number_tokens(tokenizer: Any, library: Any) -> NumberTokens:
+def number_tokens(tokenizer: PreTrainedTokenizerBase, library: Any) -> NumberTokens:
     """Of a tokenizer of transformers and llguidance's for it. Made once: every token is spelled."""
     by_size = _TOKENS.setdefault(tokenizer, {})
     if library.vocab_size not in by_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -82,14 +83,14 @@ _CHANGE_THE_TEXT = {
 
 
 def check_applies(
-    model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: dict[str, Any]
+    model: PreTrainedModel, strategy: Strategy, config: GenerationConfig, options: Mapping[str, object]
 ) -> None:
     """Refuse options of the call that have no effect. config: all parameters, which may serve other calls too."""
     if strategy.samples and config.temperature == 0:
         raise OptionError("temperature has to be over 0; for the most probable token leave do_sample out")
     neutral = default_generation_params()
     parameters = GenerationConfig().to_dict()
-    strategy_options: dict[str, Any] = {}
+    strategy_options: dict[str, object] = {}
     if is_dataclass(strategy):
         strategy_options = {field.name: getattr(strategy, field.name) for field in fields(strategy)}
     asked = {name: getattr(config, name, None) for name in _CHANGE_THE_TEXT}
@@ -125,7 +126,7 @@ _KNOWN_IDS = ("bad_words_ids", "sequence_bias", "forced_bos_token_id", "forced_e
 _KNOWN_IF_SAID = ("suppress_tokens", "begin_suppress_tokens")
 
 
-def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]) -> None:
+def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: Mapping[str, object]) -> None:
     """Whether the ids among the parameters are in the vocabulary. An end id may be any: with -1 no text ends."""
     vocabulary = vocabulary_of(model)
     for name in (*_KNOWN_IDS, *_KNOWN_IF_SAID):
@@ -202,7 +203,7 @@ def check_ids(model: PreTrainedModel, prompt: Prompt) -> None:
     check_vocabulary(reader, prompt.ids, where)
 
 
-def check_vocabulary(reader: Any, ids: torch.Tensor, where: str = "") -> None:
+def check_vocabulary(reader: object, ids: torch.Tensor, where: str = "") -> None:
     """Whether `reader`, a model or its encoder, knows all of these ids. where: goes before the message."""
     vocabulary = len(getattr(input_embeddings(reader), "weight", ()))
     if vocabulary == 0 or ids.numel() == 0:  # embeddings of a kind of its own
@@ -285,7 +286,7 @@ def _table_of(model: PreTrainedModel, name: str) -> int | None:
     return None
 
 
-def check_ids_are_known(read_ids: torch.Tensor, options: dict[str, Any]) -> None:
+def check_ids_are_known(read_ids: torch.Tensor, options: Mapping[str, object]) -> None:
     """Refuse what compares with the ids that were read, where there are none. read_ids: ids [rows, columns] if 2-D."""
     for name, neutral in (("encoder_repetition_penalty", 1), ("encoder_no_repeat_ngram_size", 0)):
         if options.get(name) not in (None, neutral) and read_ids.ndim != 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from engine.prompt import PER_TOKEN
 from engine.request.inputs.encoder import source_of
 from engine.request.inputs.model_kwargs import has_placeholders
 from engine.request.request import Request
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 _PIECE = 4096  # tokens of all rows that are compared at a time
 _OTHER_SOURCE = (
@@ -96,7 +100,7 @@ def check_content(
     request: Request,
     columns: Columns,
     inputs: ModelInputs,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     now: ReadBy,
 ) -> None:
     """Compare the keys of the cache's first layer with the prompt's, and set the cache's log. Raises `InputError`."""
@@ -142,7 +146,7 @@ def _check_columns(
     columns: Columns,
     inputs: ModelInputs,
     cached: int,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     prompt, mask = request.prompt, request.mask != 0
     ids = torch.nn.functional.pad(prompt.ids, (prompt.columns_without_ids, 0))
@@ -205,7 +209,9 @@ def _check_masked(
         )
 
 
-def _differs(different: torch.Tensor, offset: int, cached: int, ids: torch.Tensor, there: Any, tokenizer: Any) -> str:
+def _differs(
+    different: torch.Tensor, offset: int, cached: int, ids: torch.Tensor, there: Any, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """The error's message. different, ids, there: [rows, columns] from column `offset` on; `there` where known."""
     column = int(different.any(dim=0).int().argmax())
     row = int(different[:, column].int().argmax())

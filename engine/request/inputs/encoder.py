@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 
 from caches.platform.accelerate_hooks import input_embeddings, prompt_device
@@ -46,7 +46,7 @@ class Source:
 
     inputs: torch.Tensor
     name: str
-    prepare: Callable[..., dict[str, Any]]
+    prepare: Callable[..., dict[str, object]]
     tokens: int | None = None
 
     def __str__(self) -> str:
@@ -55,9 +55,9 @@ class Source:
 
 def read_source(
     model: PreTrainedModel,
-    inputs: Any,
+    inputs: object,
     model_kwargs: dict[str, Any],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     config: GenerationConfig,
     device: torch.device,
     options: TemplateOptions = DEFAULTS,
@@ -95,7 +95,7 @@ def read_source(
 
 def encode(
     model: PreTrainedModel, model_kwargs: dict[str, Any], source: Source, recover: Recover
-) -> tuple[dict[str, Any], Source]:
+) -> tuple[dict[str, object], Source]:
     """`model_kwargs` with the encoder's outputs, and the source with its tokens. Raises `Exhausted`, `InputError`."""
     with turn_of(model), torch.no_grad():
         try:
@@ -210,7 +210,7 @@ def largest_matrix_bytes(model: PreTrainedModel) -> int:
 
 def source_again(
     model: PreTrainedModel, prompt: Prompt, source: Source, config: GenerationConfig
-) -> tuple[dict[str, Any], Source]:
+) -> tuple[dict[str, object], Source]:
     """The same source for the encoder of a draft: its inputs and the source. prompt: of the main model's decoder."""
     name = _source_name(model)
     is_ids = source.inputs.ndim == 2 and not source.inputs.is_floating_point()
@@ -235,10 +235,10 @@ def _source_name(model: PreTrainedModel) -> str:
 
 def _read_source(
     model: PreTrainedModel,
-    inputs: Any,
-    model_kwargs: dict[str, Any],
-    tokenizer: Any,
-    pad_id: Any,
+    inputs: object,
+    model_kwargs: Mapping[str, object],
+    tokenizer: PreTrainedTokenizerBase,
+    pad_id: object,
     options: TemplateOptions,
 ) -> dict[str, Any]:
     """All that was given, by name: prompts in any form as what the encoder reads, and the inputs beside them."""
@@ -261,7 +261,7 @@ def _read_source(
     return {key: value for key, value in named_inputs.items() if value is not None}
 
 
-def _as_features(value: Any, name: str) -> torch.Tensor:
+def _as_features(value: object, name: str) -> torch.Tensor:
     """A tensor [rows, ...] of features in any form; arrays of double precision in torch's usual one."""
     try:
         features = as_tensor(value)
@@ -273,7 +273,7 @@ def _as_features(value: Any, name: str) -> torch.Tensor:
     return features.to(torch.get_default_dtype()) if is_double else features
 
 
-def _complete_given(named_inputs: dict[str, Any]) -> dict[str, Any]:
+def _complete_given(named_inputs: Mapping[str, object]) -> dict[str, Any]:
     """What was given by name, lists as tensors and tuples as outputs; None is nothing. Raises `InputError`."""
     named_inputs = {name: value for name, value in named_inputs.items() if value is not None}
     if "inputs_embeds" in named_inputs:

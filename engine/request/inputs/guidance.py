@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from caches import EngineCache
 from engine.errors import InputError, OptionError
@@ -41,7 +40,7 @@ class Guidance:
         return int(self.mask.chunk(2)[1].sum())
 
 
-def check_guidance(model: PreTrainedModel, scale: Any, arguments: dict[str, Any]) -> None:
+def check_guidance(model: PreTrainedModel, scale: object, arguments: Mapping[str, object]) -> None:
     """Refuse arguments that contradict each other or the model. arguments: the `ARGUMENTS` of the call."""
     arguments = {name: value for name, value in arguments.items() if value is not None}
     if scale is None or scale == 1:
@@ -69,8 +68,8 @@ def read_guidance(
     prompt: Prompt,
     mask: torch.Tensor,
     config: GenerationConfig,
-    arguments: dict[str, Any],
-    tokenizer: Any,
+    arguments: Mapping[str, object],
+    tokenizer: PreTrainedTokenizerBase,
     cache: EngineCache | None,
     infer_mask: Callable[[torch.Tensor], torch.Tensor],
 ) -> Guidance | None:
@@ -98,7 +97,7 @@ def read_guidance(
     return Guidance(float(scale), joined_prompt, joined_mask, columns - prompt.columns, prompt.columns != ids.shape[1])
 
 
-def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
+def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: object) -> None:
     """Whether the prompts are token ids alone, and the cache is empty and has room for both texts."""
     inputs = ["inputs_embeds"] if prompt.embeds is not None else sorted(prompt.model_kwargs)
     if inputs:
@@ -123,7 +122,10 @@ def _check_alone(prompt: Prompt, cache: EngineCache | None, scale: Any) -> None:
 
 
 def _read_negative(
-    arguments: dict[str, Any], tokenizer: Any, infer_mask: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+    arguments: Mapping[str, object],
+    tokenizer: PreTrainedTokenizerBase,
+    infer_mask: Callable[[torch.Tensor], torch.Tensor],
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The ids of the negative prompts and their mask, [any, columns], without columns of padding in all rows."""
     named = "negative_prompt" if arguments["negative_prompt_ids"] is None else "negative_prompt_ids"
