@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class Recipe:
 
     name: str
     options: type[CacheConfig]
-    build: Callable[[Sequence[LayerSpec] | None, Any], EngineCache]
+    build: Callable[[Sequence[LayerSpec] | None, object], EngineCache]
     summary: str
     any_layers: bool = False
 
@@ -47,7 +47,7 @@ class Recipe:
         """Whether the number of tokens, max_cache_len, is needed to build it."""
         return self.options.needs_size
 
-    def make(self, specs: Sequence[LayerSpec] | None, options: Any) -> EngineCache:
+    def make(self, specs: Sequence[LayerSpec] | None, options: object) -> EngineCache:
         """`build`, with the options in the cache's layout, where files, stored prefixes and checks look for them."""
         if isinstance(options, CacheConfig) and options.harms_text is not None:
             _warn_once(options.harms_text)
@@ -100,7 +100,9 @@ def names() -> list[str]:
     return list(_recipes)
 
 
-def build(name: str, model_config: Any, options: CacheConfig | None = None, **changes: Any) -> EngineCache:
+def build(
+    name: str, model_config: PreTrainedConfig, options: CacheConfig | None = None, **changes: object
+) -> EngineCache:
     """Build an empty cache.
 
     name: the backend. model_config: the model's `PreTrainedConfig`. options: the backend's configuration, by default
@@ -134,5 +136,5 @@ def build_layers(
     return recipe(pair_options.name).make(specs, pair_options)
 
 
-def _complete(chosen: Recipe, options: CacheConfig | None, changes: dict[str, Any]) -> CacheConfig:
+def _complete(chosen: Recipe, options: CacheConfig | None, changes: Mapping[str, object]) -> CacheConfig:
     return chosen.options.from_dict({} if options is None else options.to_dict(), **changes)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from html import escape
 from itertools import zip_longest
 from textwrap import fill, wrap
-from typing import Any
 
 _GAP = 2  # columns between columns
 _READABLE = 24  # characters: the narrowest column of running text
@@ -103,7 +102,7 @@ def _lines(cell: str, size: int, column: Column) -> list[str]:
     return [line for paragraph in paragraphs for line in paragraph] or [""]
 
 
-def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], below: Sequence[str]) -> str:
+def html_table(columns: Sequence[str], rows: Iterable[Sequence[object]], below: Sequence[str]) -> str:
     """An HTML table, and lines below it; all content is escaped."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     style = ' style="text-align: left; white-space: pre-wrap"'

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.cache_utils import DynamicCache
 
 from caches.errors import UnsupportedLayerError
 from caches.layers.quirks import quirks_of
 from caches.layers.rope import RopeRotation, read_rope
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
 MODEL_SPECIFIC = "something that only transformers' own layer knows"  # the text is part of error messages
@@ -85,7 +89,7 @@ _LAYER_TYPES: dict[str, tuple[tuple[str, ...], str | None]] = {
 }
 
 
-def read_specs(config: Any) -> tuple[LayerSpec, ...]:
+def read_specs(config: PreTrainedConfig) -> tuple[LayerSpec, ...]:
     """One `LayerSpec` per decoder layer. config: the model's `PreTrainedConfig`."""
     config = _decoder(config)
     layer_types = getattr(config, "layer_types", None)
@@ -104,7 +108,7 @@ def read_specs(config: Any) -> tuple[LayerSpec, ...]:
     )
 
 
-def mask_kinds(config: Any) -> str | dict[str, str]:
+def mask_kinds(config: PreTrainedConfig) -> str | dict[str, str]:
     """The kinds of attention masks the model takes: one `AttentionSpan.kind`, or a dict of them by layer type.
 
     The kind of a layer that keeps only a state is "none".
@@ -119,12 +123,12 @@ def mask_kinds(config: Any) -> str | dict[str, str]:
     return by_type
 
 
-def _decoder(config: Any) -> Any:
+def _decoder(config: PreTrainedConfig) -> Any:
     """The decoder's part of a configuration; it may be nested in the text part of a multimodal one."""
     return config.get_text_config(decoder=True).get_text_config(decoder=True)
 
 
-def _implied_layer_type(config: Any) -> str:
+def _implied_layer_type(config: PreTrainedConfig) -> str:
     if getattr(config, "sliding_window", None) is not None:
         return "sliding_attention"
     if getattr(config, "attention_chunk_size", None) is not None:
@@ -132,7 +136,7 @@ def _implied_layer_type(config: Any) -> str:
     return "full_attention"
 
 
-def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
+def _layers_without_own_kv(config: PreTrainedConfig, layers: int) -> list[bool]:
     """Which layers read the keys and values of an earlier layer (gemma3n, gemma4)."""
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:
@@ -141,7 +145,7 @@ def _layers_without_own_kv(config: Any, layers: int) -> list[bool]:
     return [layer >= layers - shared for layer in range(layers)]
 
 
-def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
+def _read_spec(config: PreTrainedConfig, index: int, layer_type: str) -> LayerSpec:
     components, size_field = _LAYER_TYPES.get(layer_type, ((UNKNOWN,), None))
     if INDEX in components and quirks_of(config).index_has_positions:
         components = (MODEL_SPECIFIC,)
@@ -154,6 +158,6 @@ def _read_spec(config: Any, index: int, layer_type: str) -> LayerSpec:
     return LayerSpec(layer_type, present, span, rotation=partial(read_rope, config, index, layer_type))
 
 
-def _transformers_layer(config: Any, index: int) -> Any:
+def _transformers_layer(config: PreTrainedConfig, index: int) -> object:
     """The cache layer that transformers itself makes for layer `index`."""
     return DynamicCache(config=config).layers[index]

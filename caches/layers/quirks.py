@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
-def _all(config: Any, layer_type: str) -> bool:
+def _all(config: PreTrainedConfig, layer_type: str) -> bool:
     return True
 
 
-def _windows(config: Any, layer_type: str) -> bool:
+def _windows(config: PreTrainedConfig, layer_type: str) -> bool:
     """Layers with a sliding window."""
     return layer_type != "full_attention"
 
 
-def _windows_if_any(config: Any, layer_type: str) -> bool:
+def _windows_if_any(config: PreTrainedConfig, layer_type: str) -> bool:
     """Layers with a sliding window; all of a model that has none."""
     return getattr(config, "sliding_window", None) is None or _windows(config, layer_type)
 
@@ -76,7 +79,7 @@ _QUIRKS = {
 _NONE = Quirks()
 
 
-def quirks_of(config: Any) -> Quirks:
+def quirks_of(config: PreTrainedConfig) -> Quirks:
     """Those of the family that a configuration is of, a model's or that of a part such as the decoder."""
     return _QUIRKS.get(config.model_type, _NONE)
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from caches.errors import UnsupportedLayerError
 from caches.layers.quirks import quirks_of
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ UNROTATED = RopeRotation()
 _DEPENDS_ON_LENGTH = {"dynamic", "longrope"}
 
 
-def read_rope(config: Any, index: int, layer_type: str) -> RopeRotation:
+def read_rope(config: PreTrainedConfig, index: int, layer_type: str) -> RopeRotation:
     """The rotation of the keys of decoder layer `index`. config: the decoder's `PreTrainedConfig`.
 
     Raises `UnsupportedLayerError` if the keys are not rotated by their position alone, or the rotation is unknown.
@@ -84,7 +89,7 @@ def _refuse(index: int, layer_type: str, reason: str) -> NoReturn:
     )
 
 
-def _is_unrotated(config: Any, index: int, layer_type: str) -> bool:
+def _is_unrotated(config: PreTrainedConfig, index: int, layer_type: str) -> bool:
     """Whether the keys of a layer have no RoPE, in a model that rotates the keys of other layers."""
     rotated = getattr(config, "no_rope_layers", None)  # despite its name: 1 for layers with RoPE
     if rotated:
@@ -92,7 +97,7 @@ def _is_unrotated(config: Any, index: int, layer_type: str) -> bool:
     return not quirks_of(config).rotated(config, layer_type)
 
 
-def _modeling_module(config: Any) -> Any:
+def _modeling_module(config: PreTrainedConfig) -> ModuleType | None:
     """transformers' module with the model's code; None if the code is not part of transformers."""
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING):
         if type(config) in mapping:
@@ -101,7 +106,7 @@ def _modeling_module(config: Any) -> Any:
     return None
 
 
-def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...] | None:
+def _frequencies(module: ModuleType | None, config: PreTrainedConfig, layer_type: str) -> tuple[float, ...] | None:
     """The frequencies of the model's own rotary embedding, which may have a set per layer type; None if not found."""
     for name, embedding_class in vars(module).items() if module is not None else ():
         if not name.endswith("RotaryEmbedding") or "Vision" in name or not isinstance(embedding_class, type):
@@ -116,7 +121,7 @@ def _frequencies(module: Any, config: Any, layer_type: str) -> tuple[float, ...]
     return None
 
 
-def _direction(module: Any) -> tuple[bool, bool]:
+def _direction(module: ModuleType | None) -> tuple[bool, bool]:
     """(backwards, interleaved) of the model's rotation, found by applying its `rotate_half` to [1, 2, 3, 4]."""
     rotate = getattr(module, "rotate_half", None) or getattr(module, "rotate_every_two", None)
     if rotate is None:  # models with `apply_rotary_emb` multiply complex numbers, whose parts are neighbours

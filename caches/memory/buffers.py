@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, TypeVar
@@ -214,7 +214,7 @@ class Buffer(ABC):
         if self.device.type != "cpu" and self._memory is not None and self._memory.device != self.device:
             torch.accelerator.synchronize(self.device)
 
-    def __deepcopy__(self: B, memo: dict[int, Any]) -> B:
+    def __deepcopy__(self: B, memo: dict[int, object]) -> B:
         constructor, (buffer_class, attributes, memory) = self.__reduce__()
         return constructor(buffer_class, copy.deepcopy(attributes, memo), memory)
 
@@ -223,12 +223,12 @@ class Buffer(ABC):
         content = None if self._memory is None else self._memory.view(torch.uint8)  # torch cannot unpickle float8
         return _with_memory, (type(self), self._without_memory(), content)
 
-    def _without_memory(self) -> dict[str, Any]:
+    def _without_memory(self) -> dict[str, object]:
         """The attributes of a copy that has no memory yet."""
         return vars(self) | {"_memory": None}
 
 
-def _with_memory(buffer_class: type[B], attributes: dict[str, Any], content: torch.Tensor | None) -> B:
+def _with_memory(buffer_class: type[B], attributes: Mapping[str, object], content: torch.Tensor | None) -> B:
     """A buffer with these attributes and a copy of `content`, the bytes of its memory."""
     buffer = object.__new__(buffer_class)
     vars(buffer).update(attributes)
@@ -305,7 +305,7 @@ class DiskBuffer(Buffer):
         super().clear()
         self._window = None
 
-    def _without_memory(self) -> dict[str, Any]:
+    def _without_memory(self) -> dict[str, object]:
         return super()._without_memory() | {"_window": None}
 
 

@@ -154,7 +154,7 @@ class DiskFile:
         with suppress(AttributeError):  # `__init__` raised
             self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._given,)
 
     def _why_not(self, size: int, error: OSError) -> str:

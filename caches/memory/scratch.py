@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -59,5 +58,5 @@ class Scratch:
         if self.suffix is not None:
             self.suffix.release()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"disk_file": self.disk_file, "_scratch": {}, "prefetcher": Prefetcher(), "suffix": self.suffix}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -22,7 +20,7 @@ def swaps_weights(module: nn.Module) -> bool:
     return hook is not None and any(getattr(inner, "offload", False) for inner in getattr(hook, "hooks", [hook]))
 
 
-def input_embeddings(model: PreTrainedModel) -> Any:
+def input_embeddings(model: PreTrainedModel) -> object:
     """The module that embeds token ids; None if transformers does not know it."""
     try:
         return model.get_input_embeddings()

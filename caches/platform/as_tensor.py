@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
-def as_tensor(value: Any) -> torch.Tensor:
+def as_tensor(value: object) -> torch.Tensor:
     """A tensor as it is; an array or lists as a tensor on the CPU, whatever torch's default device is.
 
     Raises `ValueError`, `TypeError`, `RuntimeError` or `OverflowError` as torch does.

@@ -111,7 +111,7 @@ class _HqqModule(ModuleType):
 class _Quantizer:
     """hqq's `Quantizer`, a class of class methods, imported when one of them is used."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(_quantizer(), name)
 
     def __reduce__(self) -> Any:  # copies and pickles are hqq's class

@@ -89,7 +89,7 @@ def compile_package(program: torch.export.ExportedProgram, path: str, change: Ca
     from torch._inductor import aoti_compile_and_package  # slow to import
 
     # Without the second one, constants of up to 8 numbers are part of the code.
-    options: dict[str, Any] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+    options: dict[str, object] = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
     options |= {"post_grad_custom_pre_pass": change, "fx_graph_cache": False}  # whose key needs the pass in a file
     # On a new machine torch would compile tests of the processor's instructions, 8 s, and headers for later, 10 s: what
     # the processor has is known, and a package takes 1 s more without them.
@@ -154,17 +154,17 @@ def module_call_code() -> CodeType:
     return nn.Module._wrapped_call_impl.__code__
 
 
-def inside_compiled(module: Any) -> Any:
+def inside_compiled(module: object) -> object:
     """The module inside the wrapper that `torch.compile` made; None where `module` is no such wrapper."""
     return module._modules.get("_orig_mod") if isinstance(module, nn.Module) else None
 
 
-def compiled_graphs(function: Callable[..., Any]) -> int:
+def compiled_graphs(function: Callable[..., object]) -> int:
     """How many graphs there are of a function that was given to `torch.compile`."""
     return len(torch._dynamo.eval_frame._debug_get_cache_entry_list(function))
 
 
-def discard_compiled(function: Callable[..., Any]) -> None:
+def discard_compiled(function: Callable[..., object]) -> None:
     """Discard all graphs of a function that was given to `torch.compile`; the next call compiles again."""
     torch._dynamo.eval_frame.remove_from_cache(function)
 

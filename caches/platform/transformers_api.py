@@ -7,7 +7,7 @@ All are in transformers 5.17 to 5.23 and accelerate 1.x; where releases differ, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +17,12 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
 
 
-def records_outputs(hook: Any) -> bool:
+def records_outputs(hook: object) -> bool:
     """Whether a hook of a module is transformers' own, which records outputs where a call asks for them."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
@@ -41,7 +42,7 @@ def plan_name(name: str) -> str:
     return re.sub(r"\b\d+\b", "*", name)
 
 
-def rank_mesh(model: PreTrainedModel) -> Any:
+def rank_mesh(model: PreTrainedModel) -> object:
     """The device mesh of the ranks of such a model: the only dimension in 5.17, one of several in later releases."""
     mesh = model._device_mesh
     return mesh["tp"] if mesh.ndim > 1 else mesh
@@ -62,12 +63,14 @@ def can_compile_fullgraph(model: PreTrainedModel) -> bool:
     return model._can_compile_fullgraph
 
 
-def model_from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+def model_from_config(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, **options: object
+) -> PreTrainedModel:
     """A model of class `model_class` with new weights. options: `dtype`, `attn_implementation`, ..."""
     return model_class._from_config(config, **options)
 
 
-def accelerate_hook(module: Any) -> Any:
+def accelerate_hook(module: object) -> object:
     """The hook by which accelerate brings weights and inputs of a module together; None where there is none."""
     return getattr(module, "__dict__", {}).get("_hf_hook")  # a module takes longer to say that it has none
 
@@ -78,7 +81,7 @@ def default_generation_params() -> dict[str, Any]:
 
 
 def prepare_generation_config(
-    model: PreTrainedModel, config: GenerationConfig | None, /, **options: Any
+    model: PreTrainedModel, config: GenerationConfig | None, /, **options: object
 ) -> tuple[GenerationConfig, dict[str, Any]]:
     """All parameters of a call: `options` before `config` before the model's own; and `options` that are no parameters.
 
@@ -137,14 +140,19 @@ def prepare_attention_mask(model: PreTrainedModel, ids: torch.Tensor, config: Ge
 
 
 def prepare_model_inputs(
-    model: PreTrainedModel, bos_id: int | None, model_kwargs: dict[str, Any]
+    model: PreTrainedModel, bos_id: int | None, model_kwargs: Mapping[str, object]
 ) -> tuple[torch.Tensor, str, dict[str, Any]]:
     """What an encoder reads, its name, and the other inputs. Without any: `bos_id`, or ids below 0."""
     return model._prepare_model_inputs(None, bos_id, model_kwargs)
 
 
 def prepare_decoder_input_ids(
-    model: PreTrainedModel, rows: int, name: str, model_kwargs: dict[str, Any], start: Any, device: torch.device
+    model: PreTrainedModel,
+    rows: int,
+    name: str,
+    model_kwargs: Mapping[str, object],
+    start: object,
+    device: torch.device,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The ids [rows, tokens] that a decoder begins with, and `model_kwargs` without them.
 
@@ -181,20 +189,20 @@ def has_own_position_ids(model: PreTrainedModel) -> bool:
 
 
 def prepare_position_ids(
-    model: PreTrainedModel, inputs: torch.Tensor, model_kwargs: dict[str, Any]
+    model: PreTrainedModel, inputs: torch.Tensor, model_kwargs: Mapping[str, object]
 ) -> torch.Tensor | None:
     """The position ids of a prompt; None for models that take none. inputs: ids or embeddings."""
     return model._prepare_position_ids_for_generation(inputs, model_kwargs)
 
 
-def update_model_kwargs(model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+def update_model_kwargs(model: PreTrainedModel, outputs: object, model_kwargs: Mapping[str, object]) -> dict[str, Any]:
     """`model_kwargs` for the next forward: masks, token types and positions are one token longer."""
     return model._update_model_kwargs_for_generation(
         outputs, model_kwargs, is_encoder_decoder=model.config.is_encoder_decoder
     )
 
 
-def logits_processors(model: PreTrainedModel, config: GenerationConfig, **arguments: Any) -> LogitsProcessorList:
+def logits_processors(model: PreTrainedModel, config: GenerationConfig, **arguments: object) -> LogitsProcessorList:
     """The logits processors that `config` asks for, in transformers' order, with those that the call gives.
 
     arguments: `input_ids_seq_length`, `encoder_input_ids`, `logits_processor`, `prefix_allowed_tokens_fn`, `device`,
@@ -204,7 +212,7 @@ def logits_processors(model: PreTrainedModel, config: GenerationConfig, **argume
 
 
 def stopping_criteria(
-    model: PreTrainedModel, config: GenerationConfig, criteria: StoppingCriteriaList, tokenizer: Any
+    model: PreTrainedModel, config: GenerationConfig, criteria: StoppingCriteriaList, tokenizer: PreTrainedTokenizerBase
 ) -> StoppingCriteriaList:
     """The stopping criteria that `config` asks for, and `criteria`."""
     return model._get_stopping_criteria(config, criteria, tokenizer)
@@ -215,12 +223,12 @@ def constraint_of(processor: Any) -> Callable[[int, torch.Tensor], list[int]]:
     return processor._prefix_allowed_tokens_fn
 
 
-def quantized_parts(layer: Any) -> list[Any]:
+def quantized_parts(layer: object) -> list[Any]:
     """What a quantized layer of a cache holds beside its exact tokens: codes, and an index of rows not applied yet."""
     return [getattr(layer, name, None) for name in ("_quantized_keys", "_quantized_values", "_pending_beam_idx")]
 
 
-def quantized_rows(layer: Any) -> int:
+def quantized_rows(layer: object) -> int:
     """Rows of such a layer after its first update."""
     codes, _, pending = quantized_parts(layer)
     if pending is not None:
@@ -229,6 +237,6 @@ def quantized_rows(layer: Any) -> int:
     return (meta["shape"] if isinstance(meta, dict) else tensor.shape)[0]
 
 
-def follows_rows(layer: Any) -> bool:
+def follows_rows(layer: object) -> bool:
     """Whether `reorder_cache` of a quantized layer reorders its codes: that of 5.17 leaves them as they are."""
     return hasattr(layer, "_pending_beam_idx") or "reorder_cache" in vars(type(layer))

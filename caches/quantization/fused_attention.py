@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -98,11 +97,11 @@ class _WithoutDerivative(torch.autograd.Function):
     """The kernels have none: without this, `backward` would take it for zero."""
 
     @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: object, result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         return result.view_as(result)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: object, *gradients: torch.Tensor) -> object:
         raise StepError(
             "backward() cannot go through attention over codes, which has no derivative: compute derivatives without "
             "a cache (use_cache=False)"

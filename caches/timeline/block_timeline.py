@@ -139,10 +139,10 @@ class BlockTimeline(Timeline):
         self.runs = [BlockRun(0, 0, self.encoded)] if self.encoded else []
 
     @property
-    def layout(self) -> tuple[Any, ...]:
+    def layout(self) -> tuple[object, ...]:
         return self.total_tokens, self.start, self.end, *self.runs
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         runs = [[run.first_slot, run.block, run.slots] for run in self.runs]
         return {name: getattr(self, name) for name in _COUNTS} | {"runs": runs}
 

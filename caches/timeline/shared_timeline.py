@@ -107,7 +107,7 @@ class ForkedTimeline(Timeline):
     def layout(self) -> tuple[object, ...]:
         return *self.prefix.layout, *self.suffix.layout
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         timelines = {"prefix": self.prefix.state_dict(), "suffix": self.suffix.state_dict()}
         return timelines | {"rows_per_prefix": self.rows_per_prefix}
 

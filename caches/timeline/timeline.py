@@ -248,11 +248,11 @@ class Timeline:
         self.bind_batch_size(rows)
 
     @property
-    def layout(self) -> tuple[Any, ...]:
+    def layout(self) -> tuple[object, ...]:
         """What has to be equal in caches whose rows are joined from their `state_dict`s."""
         return self.total_tokens, self.kept_tokens
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What is in which slots, in types of JSON."""
         return {"total_tokens": self.total_tokens, "kept_tokens": self.kept_tokens}
 
@@ -260,7 +260,7 @@ class Timeline:
         """Restart in the state of a timeline of the same class, for `rows` rows. Raises as `adopt`."""
         self.adopt(state["total_tokens"], state["kept_tokens"], rows)
 
-    def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, Any]:
+    def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, int | torch.Tensor]:
         """(kv_length, kv_offset), in tokens, of what attention over the next `tokens` tokens reads.
 
         uncommitted: tokens of a finished step that is not committed yet; they count as committed. While a graph is
