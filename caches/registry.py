@@ -6,8 +6,6 @@ A recipe that gets None for the layers builds a cache that learns them as they a
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +15,11 @@ from transformers import PreTrainedConfig
 from caches.errors import UnknownCacheError, UnsupportedLayerError
 from caches.layers.layer_spec import LayerSpec, read_specs
 from caches.memory.expected_device import ExpectedDevice
+from caches.platform.warn_once import warn_once
 from caches.protocol import EngineCache
 from configs import CacheConfig, ConfigError, EncoderDecoderCacheConfig, PlacedCacheConfig, nearest
 from configs.cache import CACHE_PLUGINS
 from configs.plugins import check_name, load_plugins
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logging.getLogger("caches").warning(message)
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class Recipe:
     def make(self, specs: Sequence[LayerSpec] | None, options: object) -> EngineCache:
         """`build`, with the options in the cache's layout, where files, stored prefixes and checks look for them."""
         if isinstance(options, CacheConfig) and options.harms_text is not None:
-            _warn_once(options.harms_text)
+            warn_once(options.harms_text, "caches")
         cache = self.build(specs, options)
         stack = getattr(cache, "stack", None)
         if stack is None or stack.layout.config is not None or not isinstance(options, PlacedCacheConfig):

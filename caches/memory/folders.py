@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 import re
 import tempfile
 from pathlib import Path
 
 from caches.errors import CapacityError
+from caches.platform.warn_once import warn_once
 
 _MOUNTS = Path("/proc/self/mountinfo")
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs")
 _ALTERNATIVE = "/var/tmp"  # keeps its files across reboots, so it is on a disk
-_logger = logging.getLogger("caches")
 
 
 def disk_folder(folder: str | None = None) -> str:
@@ -26,7 +24,11 @@ def disk_folder(folder: str | None = None) -> str:
     if folder is not None:
         fs_type = memory_type(folder)
         if fs_type is not None:
-            _warn_once(folder, fs_type)
+            warn_once(
+                f"folder={folder!r} is a {fs_type}: a cache there is in memory, not on a disk. Give a folder on a disk, or "
+                "use residency='host'",
+                "caches",
+            )
         return folder
     refused = []
     for candidate in (_temporary(), _ALTERNATIVE):
@@ -70,13 +72,3 @@ def _temporary() -> str | None:
 
 def _unescaped(point: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)
-
-
-@functools.cache
-def _warn_once(folder: str, fs_type: str) -> None:
-    _logger.warning(
-        "folder=%r is a %s: a cache there is in memory, not on a disk. Give a folder on a disk, or use "
-        "residency='host'",
-        folder,
-        fs_type,
-    )

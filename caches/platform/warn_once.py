@@ -7,5 +7,5 @@ import logging
 
 
 @functools.cache
-def warn_once(message: str) -> None:
-    logging.getLogger("engine").warning(message)
+def warn_once(message: str, logger: str = "engine") -> None:
+    logging.getLogger(logger).warning(message)
