@@ -20,8 +20,8 @@ import configs
 import engine
 import strategies
 from caches import registry
+from caches.platform.warn_once import warn_once
 from caches.quantization.codec import CHOICES
-from caches.registry import _warn_once
 from configs import EngineConfig
 from strategies import registry as strategy_registry
 
@@ -250,7 +250,7 @@ def test_few_bits_of_keys_per_token_warn_once_before_any_work(monkeypatch, caplo
     for codec, per_channel in (("coarse", ()), ("fine", ("keys",))):
         monkeypatch.setitem(configs.CODECS, codec, configs.CodecFacts((2,), {}, per_channel=per_channel))
         monkeypatch.setitem(CHOICES, codec, CHOICES["kivi"])
-    _warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "caches"):
         for _ in range(2):
             caches.build(name, tiny_model("llama").config, **options)

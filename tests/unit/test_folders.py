@@ -41,7 +41,7 @@ def temporary(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(folders, "_ALTERNATIVE", str(tmp_path / "var tmp"))
-    folders._warn_once.cache_clear()
+    folders.warn_once.cache_clear()
     return tmp_path / "tmp", tmp_path / "var tmp"
 
 
