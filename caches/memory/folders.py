@@ -25,8 +25,8 @@ def disk_folder(folder: str | None = None) -> str:
         fs_type = memory_type(folder)
         if fs_type is not None:
             warn_once(
-                f"folder={folder!r} is a {fs_type}: a cache there is in memory, not on a disk. Give a folder on a disk, "
-                "or use residency='host'",
+                f"folder={folder!r} is a {fs_type}: a cache there is in memory, not on a disk. Give a folder on a "
+                "disk, or use residency='host'",
                 "caches",
             )
         return folder
