@@ -109,7 +109,7 @@ def main(
 ) -> None:
     chosen = programs(beside)
     with _console.status("running") as status:
-        for program in chosen.values():  # files come from the disk, and linear layers are measured once per machine
+        for program in chosen.values():  # files come from the disk
             if program.is_first:
                 continue
             program.run(threads)

@@ -30,11 +30,10 @@ class EngineConfig(Config):
         for caches of fixed size. Results differ from "off" by rounding. `Stats.compiled` reports what is used.
     weights: "full", as they are loaded; "int8" or "int4": linear layers on a CPU keep codes of 8 or 4 bits in place of
         their weights, also those of a model that was given. 4 bits have groups of 64 inputs. The text changes.
-    linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": the fastest
-        for each shape of the matrix and number of rows, if it is at least 10 % faster than torch's own, as measured
-        once per machine and shape (1 s; stored in `$KVENGINE_CACHE`, by default the user's cache folder), while no
-        other program uses the processors. A kernel of this package takes part, where it was built when the package was
-        installed. Results differ by rounding. `Stats.linears` reports the choice.
+    linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": by the kind
+        of processor and the number of rows, mostly a kernel of this package, where it was built when the package was
+        installed; or what `engine linears` has measured on this machine (stored in `$KVENGINE_CACHE`, by default the
+        user's cache folder). Results differ by rounding. `Stats.linears` reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
         `engine.OutOfMemoryError`. "release": free compiled graphs, stored prefixes and idle memory. "chunk": compute
         the prompt in smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on

@@ -8,15 +8,11 @@ import platform
 import sys
 import tempfile
 from contextlib import suppress
-from logging import getLogger
 from pathlib import Path
 
 _FIELDS = ("model name", "flags", "features", "cpu implementer", "cpu part", "cpu variant")
 # By system: the variable with the folder for caches, and its default below the user's home.
 _USER_CACHES = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("XDG_CACHE_HOME", "Library/Caches")}
-
-once_per_machine = getLogger("engine.once_per_machine")
-"""Gets an info record before work of seconds that is done once per machine."""
 
 
 def cache_folder() -> Path:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,24 +14,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 if TYPE_CHECKING:
     from engine.result import StreamChunk
 
-_ONCE_PER_MACHINE = logging.getLogger("engine.once_per_machine")
-
-
-class _Handler(logging.Handler):
-    """Calls `show` with each message."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__(logging.INFO)
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._show(record.getMessage())
-
 
 class Work:
     """A context manager for the progress line: `doing` sets the current work, `count` its progress.
 
-    is_shown: False for one that stays silent. Within the current work it shows what is done once per machine.
+    is_shown: False for one that stays silent.
     """
 
     def __init__(self, is_shown: bool = True) -> None:
@@ -48,14 +33,11 @@ class Work:
             disable=not (is_shown and sys.stderr.isatty()),
         )
         self._task = self._bar.add_task("", total=None, counted="")
-        self._since_s, self._what = 0.0, ""
+        self._since_s = 0.0
         self._tokens: Counter[int] = Counter()  # of each row
-        self._handler = _Handler(self._also)
 
     def __enter__(self) -> Work:
         self._bar.start()
-        _ONCE_PER_MACHINE.setLevel(logging.INFO)
-        _ONCE_PER_MACHINE.addHandler(self._handler)
         return self
 
     def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -63,11 +45,8 @@ class Work:
 
     def doing(self, description: str) -> None:
         """Show `description` as the current work, and restart its clock."""
-        self._since_s, self._what = time.perf_counter(), description
+        self._since_s = time.perf_counter()
         self._bar.reset(self._task, total=None, description=description, counted="")
-
-    def _also(self, detail: str) -> None:
-        self._bar.update(self._task, description=f"{self._what} ({detail})")
 
     def count(self, chunk: StreamChunk, limit: int | None) -> None:
         """Show the progress after a chunk of the stream. limit: the most new tokens of a row; None if unknown."""
@@ -82,4 +61,3 @@ class Work:
     def hide(self) -> None:
         """Remove the progress line."""
         self._bar.stop()
-        _ONCE_PER_MACHINE.removeHandler(self._handler)

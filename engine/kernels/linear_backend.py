@@ -32,9 +32,9 @@ from engine.kernels.linear_routes import (
     Names,
     Route,
     Shape,
+    names_for,
     routes,
     shape_of,
-    usual,
 )
 
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn", "onednn")
@@ -97,7 +97,7 @@ def table_for(model: nn.Module, choice: str) -> Table | None:
     if not shapes or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
     if choice == "auto":
-        names = {shape: by_rows for shape, by_rows in usual(shapes).items() if by_rows != ALL_TORCH}
+        names = {shape: by_rows for shape, by_rows in names_for(shapes).items() if by_rows != ALL_TORCH}
         if not names:
             return None
     else:

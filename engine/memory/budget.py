@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -14,7 +13,8 @@ from caches.protocol import can_predict
 from configs import CacheConfig, ConfigError
 from engine.decoding.model_session import ModelSession
 from engine.errors import InputError
-from engine.memory.dry_run import dry_run
+from engine.memory.cache_size import beginning_of
+from engine.memory.dry_run import DryRun
 from engine.memory.model_footprint import inspect_model
 from engine.parallel.tensor_parallel import config_of_rank
 from engine.request.run_shape import RunShape
@@ -35,10 +35,7 @@ class Budget:
         self._chosen = config, run_shape, model
         if self._most is None or config.keeps_nothing:
             return config
-        begin_shape = (
-            replace(run_shape, new_tokens=min(run_shape.new_tokens, 129)) if run_shape.ends_early else run_shape
-        )
-        device = prompt_device(model).type
+        begin_shape = beginning_of(run_shape)
         try:
             needed = _device_bytes(config, begin_shape, model)
         except InputError as error:  # the run itself shows what the cache takes
@@ -52,7 +49,7 @@ class Budget:
         )
         if self._action == "error":
             raise CapacityError(f"{message}: ask for fewer tokens or rows, raise it, or set over_budget='offload'")
-        smaller = self._other(config, device, needed / begin_shape.kept)
+        smaller = self._other(config, prompt_device(model).type, needed / begin_shape.kept)
         if smaller is None:
             raise CapacityError(f"{message}; over_budget={self._action!r} has no remedy for it: choose another cache")
         self._has_acted = True
@@ -112,10 +109,9 @@ class Budget:
 
 def _device_bytes(config: CacheConfig, run_shape: RunShape, model: PreTrainedModel) -> int:
     """Bytes on the device that computes, at most. Raises `InputError` for a model that cannot be planned."""
-    device = prompt_device(model).type
     footprint = inspect_model(config_of_rank(model), model.dtype, type(model))
-    by_tier = dry_run(footprint, config, run_shape, pinned=device != "cpu").most.by_place
-    return sum(size for tier, size in by_tier.items() if tier != "disk" and (device == "cpu" or tier != "host"))
+    pinned = prompt_device(model).type != "cpu"
+    return DryRun(footprint, config, run_shape, pinned).usage().device_bytes
 
 
 _WINDOW_ROOM = 1.25  # a window's buffers are somewhat longer than the window

@@ -13,6 +13,7 @@ from engine.request.run_shape import RunShape
 from engine.tables import counted
 
 _SIZE_STEP = 128  # tokens
+_FIRST_TOKENS = 129  # new ones of a row that may end early; the last of them needs no room
 _MOST_AT_ONCE = 2**21  # tokens per row that room is made for in advance, unless a size is given
 
 
@@ -22,10 +23,14 @@ def empty_cache(config: CacheConfig, run_shape: RunShape, build: Callable[[Cache
     cache = build(config)
     if run_shape.rows > run_shape.prompts and is_fixed(cache):
         cache = build(_with_rows(config, run_shape.rows))
-    # A row may end early: room for all its tokens could stay unused.
-    as_they_come = run_shape.ends_early or run_shape.kept > _MOST_AT_ONCE
-    cache.reserve(min(run_shape.kept, run_shape.prompt_tokens + 128) if as_they_come else run_shape.kept)
+    cache.reserve(beginning_of(run_shape).kept)
     return cache
+
+
+def beginning_of(run_shape: RunShape) -> RunShape:
+    """The run as far as room is made for it in advance: a row may end early, and room stay unused."""
+    as_they_come = run_shape.ends_early or run_shape.kept > _MOST_AT_ONCE
+    return replace(run_shape, new_tokens=min(run_shape.new_tokens, _FIRST_TOKENS)) if as_they_come else run_shape
 
 
 def _sized(choice: str | CacheConfig, run_shape: RunShape) -> CacheConfig:

@@ -7,14 +7,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import cast
 
 import caches
 from caches import EngineCache
 from caches.attention.segmented_tensor import SegmentedTensor, segments_of
+from caches.core.layer import Layer
+from caches.core.wrapped_layer import WrappedLayer
 from caches.protocol import attention_view
 from caches.quantization.fused_attention import QuantizedSegment
 from caches.registry import build_layers
+from caches.stores.recurrent_state import RecurrentState
+from caches.stores.store import Store
 from configs import CacheConfig
 from engine.memory.cache_size import empty_cache
 from engine.memory.model_footprint import CacheWrite, MeasuredCache, ModelFootprint
@@ -48,13 +52,14 @@ class CacheUsage:
 
     samples: at the moments when it may be largest. materialized_bytes: of the one tensor that attention makes of a
     layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: tokens of the prompt's longest
-    step, 0 without a cache. positions: how many the model has to tell apart.
+    step, 0 without a cache. positions: how many the model has to tell apart. pinned: see `DryRun`.
     """
 
     samples: tuple[UsageSample, ...]
     materialized_bytes: int
     chunk_tokens: int
     positions: int
+    pinned: bool
 
     @property
     def most(self) -> UsageSample:
@@ -64,23 +69,18 @@ class CacheUsage:
         """The most bytes in these places together."""
         return max(sample.at(tiers) for sample in self.samples)
 
+    @property
+    def device_bytes(self) -> int:
+        """The most bytes in the memory of the device that computes. On a CPU that is the host's."""
+        return self.at("device", "staging") if self.pinned else self.at("device", "staging", "host")
 
-def dry_run(footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool) -> CacheUsage:
-    """What the cache of this configuration takes in a run. Raises what building and using the cache raises.
+
+class DryRun:
+    """The cache of this configuration in a run. It raises what building and using the cache raises.
 
     pinned: host memory is pinned, as where an accelerator computes.
     """
-    run = _DryRun(footprint, config, run_shape, pinned)
-    if run.cache.handle is not None:
-        run.check_length()
-        run.read_prompt()
-        run.branch()
-        run.decode()
-    positions = attention_view(run.cache).positions_needed(run_shape.kept)
-    return CacheUsage(tuple(run.samples), run.materialized_bytes, run.chunk, positions)
 
-
-class _DryRun:
     def __init__(self, footprint: ModelFootprint, config: CacheConfig, run_shape: RunShape, pinned: bool):
         self._footprint, self._run_shape, self._pinned = footprint, run_shape, pinned
         self.cache = cast(MeasuredCache, empty_cache(config, run_shape, self._build))
@@ -91,14 +91,28 @@ class _DryRun:
                 f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {run_shape.kept:,}: raise max_cache_len"
             )
         self._rows = run_shape.prompts
-        self.samples = [UsageSample({"device": 0}, {})]
-        self.materialized_bytes = self.chunk = 0
+        self._samples = [UsageSample({"device": 0}, {})]
+        self._materialized_bytes = self._chunk = 0
+
+    @property
+    def positions(self) -> int:
+        """How many positions the model has to tell apart."""
+        return attention_view(self.cache).positions_needed(self._run_shape.kept)
+
+    def usage(self) -> CacheUsage:
+        """Take the steps of the run. Call it once."""
+        if self.cache.handle is not None:
+            self._check_length()
+            self._read_prompt()
+            self._branch()
+            self._decode()
+        return CacheUsage(tuple(self._samples), self._materialized_bytes, self._chunk, self.positions, self._pinned)
 
     def _build(self, config: CacheConfig) -> EngineCache:
         config = config.without_kernels() if self._pinned else config
         return build_layers(config.name, self._footprint.specs, self._footprint.is_encoder_decoder, config)
 
-    def check_length(self) -> None:
+    def _check_length(self) -> None:
         tokens = self._run_shape.kept + self._run_shape.source_tokens
         if tokens > _MOST_TOKENS and not self._windows()[1]:
             raise caches.CapacityError(
@@ -106,15 +120,15 @@ class _DryRun:
                 "layer keeps only a window: plan fewer tokens, the cache grows in proportion to them"
             )
 
-    def read_prompt(self) -> None:
+    def _read_prompt(self) -> None:
         tokens, writes = self._run_shape.prompt_tokens, self._footprint.first
         max_step = attention_view(self.cache).max_step_tokens
-        self.chunk = min(tokens, self._run_shape.chunk_tokens or tokens, max_step or tokens)
-        full, remainder = divmod(tokens, self.chunk)
+        self._chunk = min(tokens, self._run_shape.chunk_tokens or tokens, max_step or tokens)
+        full, remainder = divmod(tokens, self._chunk)
         windows, all_evict = self._windows()
         if all_evict:  # after some windows the size no longer changes
-            full = min(full, 3 * max(windows) // self.chunk + 3)
-        steps = [self.chunk] * full + [remainder] * (remainder > 0)
+            full = min(full, 3 * max(windows) // self._chunk + 3)
+        steps = [self._chunk] * full + [remainder] * (remainder > 0)
         for number, count in enumerate(steps):
             is_last = number == len(steps) - 1
             self._step(count, writes, reads=is_last)
@@ -122,7 +136,7 @@ class _DryRun:
             if number == 0 or is_last:
                 self._take_sample()
 
-    def branch(self) -> None:
+    def _branch(self) -> None:
         times = self._run_shape.branches
         if times == 1:
             return
@@ -133,7 +147,7 @@ class _DryRun:
         self._rows *= times
         self._take_sample()
 
-    def decode(self) -> None:
+    def _decode(self) -> None:
         """Steps of one token, most of them joined to longer steps that take the same room."""
         tokens = self._run_shape.new_tokens - 1
         windows, all_evict = self._windows()
@@ -173,7 +187,7 @@ class _DryRun:
                         segment.materialize()
             if tokens > _FEW_QUERIES:
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
-                self.materialized_bytes = max(self.materialized_bytes, materialized)
+                self._materialized_bytes = max(self._materialized_bytes, materialized)
         self.cache.commit()
 
     def _windows(self) -> tuple[list[int], bool]:
@@ -188,16 +202,15 @@ class _DryRun:
             by_place[tier] += size
             if tier != "staging":
                 by_kind[component] += size
-        self.samples.append(UsageSample(dict(by_place), dict(by_kind)))
+        self._samples.append(UsageSample(dict(by_place), dict(by_kind)))
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
         """Kind of layer, place and bytes of each tensor of the cache."""
         for number, subcache in enumerate(self.cache.parts):
             for layer, count in zip(subcache.layers, self._footprint.counts, strict=True):
-                for component, store in _stores(layer, number):
-                    offloaded: Iterable[Any] = getattr(store, "offloaded_buffers", tuple)()
-                    tiers = {id(tensor): buffer.tier for buffer in offloaded for tensor in buffer.tensors()}
-                    for tensor in store.tensors():
+                tiers = {id(tensor): buffer.tier for buffer in layer.offloaded_buffers() for tensor in buffer.tensors()}
+                for component, holder in _holders(layer, number):
+                    for tensor in holder.tensors():
                         tier = tiers.get(id(tensor), "device")
                         size = tensor.nbytes
                         if tier == "host" and self._pinned and size:  # torch rounds pinned bytes up to a power of two
@@ -209,10 +222,12 @@ class _DryRun:
             yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
 
 
-def _stores(layer: Any, number: int) -> Iterator[tuple[str, Any]]:
+def _holders(layer: Layer | WrappedLayer, number: int) -> Iterator[tuple[str, Store | RecurrentState]]:
     """The stores and the state of a layer, each with its kind. A layer of transformers' own classes has none."""
-    for name, store in getattr(layer, "stores", {}).items():
-        own_kind = "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]
-        yield "cross attention" if number else own_kind, store
-    if getattr(layer, "state", None) is not None:
+    if isinstance(layer, WrappedLayer):
+        return
+    for name, store in layer.stores.items():
+        component = "index" if name == "index" else _KINDS[layer.spec.attention_span.kind]
+        yield "cross attention" if number else component, store
+    if layer.state is not None:
         yield "states", layer.state

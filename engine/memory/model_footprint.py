@@ -300,12 +300,6 @@ class _Inspection:
         return tuple(subcache.shares for subcache in cache.parts)
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of parameters and buffers; tied ones count once."""
-    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    return sum(tensor.nbytes for tensor in tensors.values())
-
-
 def _own_bytes(cache: MeasuredCache) -> tuple[int, int]:
     """Tokens of the cache, and bytes of its layers that only transformers' own classes can hold."""
     layers = [layer for layer in cache.layers if layer.spec.attention_span.kind == "own"]

@@ -18,14 +18,14 @@ from configs.cache import NO_CACHE
 from engine.errors import InputError, OptionError
 from engine.loading.load import load, load_config
 from engine.loading.placement import read_device, read_dtype
-from engine.memory.dry_run import dry_run
+from engine.memory.dry_run import DryRun
 from engine.memory.free_memory import Free, find_free
-from engine.memory.model_footprint import inspect_model, weight_bytes
+from engine.memory.model_footprint import inspect_model
 from engine.memory.plan_table import Plan
 from engine.memory.planner import PlannedModel, Planner, choose, lossless
 from engine.model.facts import stored_whys
 from engine.parallel.ranks import OneProcess, ranks_of
-from engine.parallel.tensor_parallel import check_divides, config_of_rank, part_bytes, part_of
+from engine.parallel.tensor_parallel import check_divides, config_of_rank, part_of, weight_bytes
 from engine.request.run_shape import RunShape
 from engine.request.strategy import score_copies
 
@@ -193,7 +193,8 @@ def cache_bytes(
     # The last tokens come one by one, as in a run: memory that a cache needs for such steps is counted too.
     single = min(2, tokens - 1)
     run_shape = RunShape(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
-    return dry_run(inspect_model(model_config, dtype), config, run_shape, pinned=device_type != "cpu").most.by_place
+    run = DryRun(inspect_model(model_config, dtype), config, run_shape, pinned=device_type != "cpu")
+    return run.usage().most.by_place
 
 
 def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) -> int:
@@ -246,9 +247,9 @@ def read_planned_model(
             check_divides(model, tp)
         footprint, configs = inspect_model(model, torch_dtype), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
-        size = weight_bytes(footprint.model)
+        size = weight_bytes(footprint.model, tp)
         if tp > 1:
-            size, footprint = part_bytes(footprint.model, tp), inspect_model(part_of(model, tp), torch_dtype)
+            footprint = inspect_model(part_of(model, tp), torch_dtype)
         return PlannedModel(model, footprint, target, size, False, has_end)
     if tp > 1:
         raise OptionError(f"tp={tp} plans a model that is not loaded: give its path or its configuration")

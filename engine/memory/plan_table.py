@@ -154,8 +154,10 @@ class Plan:
         """A table with a line for each cache, with the reason where it is refused, and the choice below."""
         rows = []
         for backend in self.backends:
-            needs = ", ".join(f"{megabytes(size)} ({tier})" for tier, size in backend.need_bytes.items())
-            cells = ["", "", "", "", backend.refused] if backend.refused is not None else [needs, *_found(backend), ""]
+            is_refused = backend.refused is not None
+            cells = (
+                ["", "", "", "", backend.refused] if is_refused else [", ".join(_needs(backend)), *_found(backend), ""]
+            )
             rows.append([backend.title, *cells])
         tokens = f"{_lengths(self)}, in {counted(self.rows, 'row')}"
         below = [f"{self.model}, {self.dtype} on {self.device}; {self.batch_size} x {tokens}",
@@ -211,10 +213,14 @@ def _row(backend: BackendPlan, names_kinds: bool) -> list[str]:
     components = [
         f"{megabytes(size)}{f' ({component})' if names_kinds else ''}" for component, size in backend.kind_bytes.items()
     ]
-    needs = [megabytes(size) + (f" ({tier})" if tier != "device" else "")
-             for tier, size in backend.need_bytes.items() if size]  # fmt: skip
+    title, kept, needs = backend.title.replace(", ", "\n  "), "\n".join(components), "\n".join(_needs(backend))
     sizes = [megabytes(size) for size in (backend.cache_bytes.get("staging", 0), backend.working_bytes)]
-    return [backend.title.replace(", ", "\n  "), "\n".join(components), *sizes, "\n".join(needs), *_found(backend)]
+    return [title, kept, *sizes, needs, *_found(backend)]
+
+
+def _needs(backend: BackendPlan) -> list[str]:
+    """Megabytes of the whole run; the place is named where it is not the device."""
+    return [megabytes(size) + (f" ({tier})" if tier != "device" else "") for tier, size in backend.need_bytes.items()]
 
 
 def _found(backend: BackendPlan) -> list[str]:

@@ -12,11 +12,10 @@ from transformers import PreTrainedConfig
 
 import caches
 from caches.platform.device_state import reads_late
-from caches.protocol import attention_view
 from configs import CacheConfig, ConfigError
 from configs.cache import COMPILED_CACHE, DEFAULT_CACHE
 from engine.memory.cache_size import empty_cache
-from engine.memory.dry_run import CacheUsage, dry_run
+from engine.memory.dry_run import CacheUsage, DryRun
 from engine.memory.free_memory import Free
 from engine.memory.model_footprint import ModelFootprint
 from engine.memory.plan_table import BackendPlan
@@ -91,37 +90,28 @@ class Planner:
                 f"{self._footprint.name} takes no cache of keys and values (it keeps none, or a state of its own "
                 "kind): use cache='none'"
             )
-        self._check_positions(config, run_shape)
         try:
-            return dry_run(self._footprint, config, run_shape, pinned=not self._on_cpu)
+            run = DryRun(self._footprint, config, run_shape, pinned=not self._on_cpu)
+            self._check_positions(run.positions, run_shape)
+            return run.usage()
         except (caches.CacheError, ConfigError):
             # The whole model's layers give the better message: the dry run has only some of them.
             empty_cache(config, run_shape, partial(caches.build, config.name, self._model.config))
             raise
 
-    def _check_positions(self, config: CacheConfig, run_shape: RunShape) -> None:
+    def _check_positions(self, needed: int, run_shape: RunShape) -> None:
         """Raise `CapacityError` where the model lacks positions: a dry run of such a length would take long."""
         max_positions = self._footprint.positions
-        if max_positions is None or run_shape.kept <= max_positions:
-            return
-        # A cache for a short run is built at once. A cache with a window needs fewer positions than tokens.
-        build = partial(caches.build, config.name, self._model.config)
-        cache = empty_cache(config, replace(run_shape, prompt_tokens=1, new_tokens=1), build)
-        needed = attention_view(cache).positions_needed(run_shape.kept)
-        if needed > max_positions:
+        if max_positions is not None and needed > max_positions:
             raise caches.CapacityError(
                 f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {needed:,} positions, but the model "
                 f"has {max_positions:,}: its longest context is {max_positions + 1:,} tokens, prompt and new ones "
                 "together (the last one is never read)"
             )
 
-    def _on_device(self, usage: CacheUsage) -> int:
-        """Bytes of the cache in the memory of the device, which is the host's on a CPU."""
-        return usage.at("device", "staging", *(["host"] if self._on_cpu else []))
-
     def _need(self, usage: CacheUsage, run_shape: RunShape) -> dict[str, int]:
         """Bytes of the whole run by place."""
-        device = self._on_device(usage) + self._working(usage, run_shape) + self.logits_bytes(run_shape) + self._weights
+        device = usage.device_bytes + self._working(usage, run_shape) + self.logits_bytes(run_shape) + self._weights
         need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
         return {tier: size for tier, size in need.items() if size}
 
@@ -130,7 +120,7 @@ class Planner:
         working, factor = self._footprint.working, _FRAGMENTS if self._on_cpu else 1
         if run_shape.source_tokens:  # an encoder's forward comes before there is a cache
             encoder = working.of_step(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
-            return max(0, int(factor * encoder) - self._on_device(usage))
+            return max(0, int(factor * encoder) - usage.device_bytes)
         if not usage.chunk_tokens:  # without a cache every step reads all tokens
             return int(factor * working.of_step(run_shape.rows, run_shape.kept, run_shape.kept))
         prompt = working.of_step(run_shape.prompts, usage.chunk_tokens, run_shape.prompt_tokens)

@@ -115,8 +115,8 @@ def config_of_rank(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config if ranks == 1 else part_of(model.config, ranks)
 
 
-def part_bytes(model: PreTrainedModel, tp: int) -> int:
-    """Bytes of the parameters and buffers of one of `tp` ranks. model: the whole one, on the meta device."""
+def weight_bytes(model: PreTrainedModel, tp: int = 1) -> int:
+    """Bytes of the parameters and buffers of one of `tp` ranks. model: the whole one."""
     split = {name for name, style in model.tp_plan.items() if style not in _UNSPLIT}
     named = dict([*model.named_parameters(), *model.named_buffers()])  # tied ones count once
     return sum(

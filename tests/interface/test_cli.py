@@ -18,7 +18,7 @@ from helpers import in_terminal
 import caches
 import configs
 import engine
-from engine.kernels import linear_routes
+from engine.kernels import linear_measurement
 
 PROMPT = "import os\n"
 ENGINE = [sys.executable, "-m", "engine.cli"]
@@ -281,7 +281,7 @@ def test_sizes_are_found_without_weights(cli, tmp_path, name):
 
 
 def test_linears_says_what_is_not_measured(cli, monkeypatch):
-    monkeypatch.setattr(linear_routes, "are_measured", lambda shapes: False)
+    monkeypatch.setattr(linear_measurement, "fastest", lambda shapes: {})
     assert "Not all are measured" in " ".join(cli(["linears"]).stdout.split())
     assert json.loads(cli(["linears", "--json"]).stdout)["measured"] is False
 

@@ -274,7 +274,7 @@ def test_a_plan_takes_its_model_as_the_other_commands_do(cli, tmp_path):
 
 
 def test_a_plan_of_too_many_tokens_says_so_at_once(cli, monkeypatch):
-    monkeypatch.setattr("engine.memory.planner.dry_run", lambda *_, **__: pytest.fail("it was rehearsed"))
+    monkeypatch.setattr("engine.memory.dry_run.DryRun.usage", lambda *_, **__: pytest.fail("it was rehearsed"))
     for tokens in (5000, 100_000_000):
         shown = " ".join(cli(["plan", "--prompt-tokens", str(tokens)]).stdout.split())
         assert f"{tokens:,} prompt tokens and 20 new ones need {tokens + 19:,} positions" in shown

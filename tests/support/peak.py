@@ -21,7 +21,7 @@ NEW = 16
 
 def run(model, tokens):
     ids = torch.randint(3, 500, (1, tokens))
-    # torch's own products: measuring the routes takes memory of its own, once per machine.
+    # torch's own products: they are what the plan is compared with.
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk, linears="default"))
     return generator.generate(ids, cache=cache, max_new_tokens=NEW)
 

@@ -116,7 +116,7 @@ def test_layers_that_others_replace_are_freed():
 
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
-    monkeypatch.setattr(linear_backend, "usual", lambda shapes: dict.fromkeys(shapes, ("torch", *("mm",) * 6)))
+    monkeypatch.setattr(linear_backend, "names_for", lambda shapes: dict.fromkeys(shapes, ("torch", *("mm",) * 6)))
     model = copy.deepcopy(tiny_model("llama"))
     generator, seen = engine.Generator(model), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
@@ -170,13 +170,13 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
         return {(512, 600): names, (700, 512): ALL_TORCH}
 
     asked, names = [], ("torch", "mm", "onednn", "swapped", "onednn", "mm", "torch")
-    monkeypatch.setattr(linear_backend, "usual", fastest)
+    monkeypatch.setattr(linear_backend, "names_for", fastest)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(600, 512), nn.Linear(512, 700), nn.Linear(600, 512))
     table = table_for(model, "auto")
     assert asked == [{(8, 8), (512, 600), (700, 512)}]
     assert table.routes == {(512, 600): [linear_routes.routes().get(name) for name in names]}
     assert str(table) == linear_backend._in_short(names)
-    monkeypatch.setattr(linear_backend, "usual", lambda shapes: dict.fromkeys(shapes, ALL_TORCH))
+    monkeypatch.setattr(linear_backend, "names_for", lambda shapes: dict.fromkeys(shapes, ALL_TORCH))
     assert table_for(model, "auto") is None
 
 
@@ -393,7 +393,7 @@ def test_compiled_layers_have_one_product_for_each_input():
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_generation_through_the_kernel(options, monkeypatch):
     model, inputs = tiny_model("llama"), prompt(rows=1, pads=0)
-    monkeypatch.setattr(linear_backend, "usual", lambda shapes: dict.fromkeys(shapes, ("kernel",) * 6))
+    monkeypatch.setattr(linear_backend, "names_for", lambda shapes: dict.fromkeys(shapes, ("kernel",) * 6))
     generator = engine.Generator(model)
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
     out = generator.generate(inputs, max_new_tokens=20, **options)

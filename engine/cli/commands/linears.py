@@ -1,4 +1,4 @@
-"""`engine linears`: the fastest matrix product for each linear layer of a model, as a table or as JSON."""
+"""`engine linears`: measures the fastest matrix product for each linear layer of a model, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from engine.tables import Column, fitted, terminal_width, wrapped
 
 @options.takes({None: options.LINEARS})
 def linears(path: str | None, threads: int | None, as_json: bool) -> None:
-    """List the fastest matrix product for the linear layers of a model on this processor (no weights are loaded)."""
+    """Measure which matrix products are the fastest for a model's linear layers, for later calls (without weights)."""
     with Work() as work:
         start_libraries(work, path)
         import torch
         from torch import nn
 
-        from engine.kernels import linear_routes
+        from engine.kernels import linear_measurement, linear_routes
         from engine.loading.load import SHIPPED_MODEL, load_config
         from engine.memory.model_footprint import meta_model
 
@@ -29,13 +29,14 @@ def linears(path: str | None, threads: int | None, as_json: bool) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
         work.doing("measuring matrix products")
-        fastest = linear_routes.fastest(layers)
+        measured = linear_measurement.fastest(layers)
+        by_shape = linear_routes.names_for(layers, measured)
     report = {
         "threads": torch.get_num_threads(),
-        "measured": linear_routes.are_measured(layers),
+        "measured": set(filter(linear_routes.is_large, layers)) <= measured.keys(),
         "shapes": [
             {"outputs": shape[0], "inputs": shape[1], "layers": layers[shape],
-             "fastest": dict(zip(linear_routes.ROW_NAMES, fastest[shape], strict=True))}
+             "fastest": dict(zip(linear_routes.ROW_NAMES, by_shape[shape], strict=True))}
             for shape in sorted(layers)
         ],
     }  # fmt: skip
@@ -53,10 +54,12 @@ def _as_text(report: dict[str, Any], width: int) -> str:
     ]
     closing = (
         f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
-        '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth.'
+        '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth. '
+        "Later calls on this machine use these."
     )
     if not report["measured"]:
         closing += (
-            " Not all are measured, as other programs use the processors or memory is out: a later call measures."
+            " Not all are measured, as other programs use the processors or memory is out: these are what the kind of "
+            "processor tells, and a later `engine linears` measures."
         )
     return f"{fitted(columns, rows, width)}\n\n{wrapped(closing, width)}"
