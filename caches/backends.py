@@ -21,8 +21,6 @@ from caches.registry import recipe, register
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.offloaded import FixedOffloadedStore, OffloadedStore
 from caches.stores.quantized import QuantizedStore
-from caches.stores.quantized_sink import QuantizedSinkStore
-from caches.stores.sink import SinkStore
 from caches.stores.slot import Slot, StoreFactory
 from caches.stores.store import Store
 from caches.timeline.block_timeline import BlockTimeline
@@ -234,14 +232,13 @@ def _growing(slot: Slot) -> GrowingStore:
 
 
 def _fixed(slot: Slot) -> FixedStore:
-    return FixedStore(slot.timeline) if slot.sinks is None else SinkStore(slot.sinks)
+    return FixedStore(slot.timeline)
 
 
 def _quantized(options: QuantizedCacheConfig, codecs: dict[str, Codec], is_read_later: bool, slot: Slot) -> Store:
     if slot.name not in codecs or not isinstance(slot.timeline, BlockTimeline):
         return _growing(slot)
-    store_class = QuantizedStore if slot.sinks is None else QuantizedSinkStore
-    return store_class(slot, codecs[slot.name], _buffers(options, slot), is_read_later)
+    return QuantizedStore(slot, codecs[slot.name], _buffers(options, slot), is_read_later)
 
 
 def _block_timeline(

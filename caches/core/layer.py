@@ -14,8 +14,7 @@ from caches.errors import StepError, UnsupportedLayerError
 from caches.layers.layer_spec import INDEX, KV, STATE, LayerSpec
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
-from caches.stores.dense import GrowingStore
-from caches.stores.in_place import open_slots
+from caches.stores.in_place import open_slots, own_memory
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot, StoreFactory
@@ -237,12 +236,13 @@ class Layer:
         store = self.stores.get(name)
         if not self._is_reached or store is None:
             return self.committed(name)
-        if not isinstance(store, GrowingStore):
+        tensor = own_memory(store)
+        if tensor is None:
             raise StepError(
                 f"{name} of a layer were read in the middle of a step, when this cache does not have them in one "
                 "tensor: read them after the forward, or use cache='dynamic'"
             )
-        return store.shown()
+        return tensor.shown()
 
     def _refuse_assignment(self, name: str) -> None:
         raise StepError(

@@ -75,7 +75,7 @@ class LayerStack:
         return Layer(spec, timeline, self.scratch, self.new_store, self.layout.preallocated)
 
     def new_store(self, slot: Slot) -> Store:
-        return self.layout.make_store(self.hook.filled(slot))
+        return self.hook.overlaid(slot, self.layout.make_store(slot))
 
     def layer(self, layer_idx: int | None, component: str) -> Layer | WrappedLayer:
         """The layer that a model uses. Raises `UnsupportedLayerError` where it keeps no such component."""
@@ -190,7 +190,7 @@ class LayerStack:
                 f"a {stateful} layer takes back whole steps only, not {rejected} of {self.pending} tokens: abort() the "
                 "step and feed the tokens to keep again"
             )
-        self.hook.before_commit(self.layers, rejected)
+        self.hook.before_commit(self.layers)
         for layer in self.layers:
             layer.commit(rejected)
         for timeline in self.timelines:

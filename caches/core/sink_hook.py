@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,50 +38,50 @@ class SinkHook(StepHook):
     def check_layers(self, specs: Sequence[LayerSpec]) -> None:
         self._check(specs)
 
-    def filled(self, slot: Slot) -> Slot:
+    def overlaid(self, slot: Slot, store: Store) -> Store:
         if not isinstance(slot.timeline.retention, KeepSinks):  # the layer's own window is narrower: it needs no sinks
-            return slot
+            return store
         rotation: RopeRotation | None = UNROTATED
         if slot.name == "keys":
             rotation = None if slot.spec.rotation is None else slot.spec.rotation()
-        return replace(slot, sinks=Sinks(slot.timeline, self.padding, rotation))
+        return SinkStore(store, Sinks(slot.timeline, self.padding, rotation))
 
     def before_begin(self, layers: Layers, tokens: int) -> Callable[[], None]:
-        stores = [store for store in _stores(layers) if tokens == 1 and isinstance(store, SinkStore)]
-        stores = [store for store in stores if store.sinks.count and store.sinks.are_left_behind(1)]
-        fronts = [store.front() for store in stores]
+        fronts = [(store, store.front()) for store in _sink_stores(layers)] if tokens == 1 else []
 
         def write() -> None:
-            for store, front in zip(stores, fronts, strict=True):
-                store.write_front(front)
-                store.timeline.rewritten = store.timeline.evicted_tokens
+            for store, front in fronts:
+                if front is not None:
+                    store.write_front(front)
 
         return write
 
-    def before_commit(self, layers: Layers, rejected: int) -> None:
-        for store in _stores(layers):
-            if isinstance(store, SinkStore):
-                store.keep_sinks(rejected)
+    def before_commit(self, layers: Layers) -> None:
+        for store in _sink_stores(layers):
+            store.note_compiled()
 
     def set_padding(self, layers: Layers, padding: torch.Tensor | Sequence[int] | None, rows: int) -> None:
         """See `StepHook`. Raises `StepError` for another padding than before once tokens were evicted."""
         previous = self.padding.of(max(rows, 0), torch.device("cpu")).tolist()
         counts = [0] * len(previous) if padding is None else as_tensor(padding).tolist()
-        if previous != counts and any(sinks.timeline.evicted_tokens for sinks in _sinks(layers)):
+        stores = list(_sink_stores(layers))
+        if previous != counts and any(store.timeline.evicted_tokens for store in stores):
             raise StepError(
                 f"rows that begin with {previous} padding tokens have evicted tokens by now, so they cannot begin with "
                 f"{counts}. Set the padding before the first step, or reset the cache"
             )
         self.padding.take(padding)
+        for store in stores if previous != counts else ():
+            store.note_again()
 
     def rotations(self, layers: Layers) -> dict[int, RopeRotation]:
         keys = {index: layer.stores.get("keys") for index, layer in enumerate(layers) if isinstance(layer, Layer)}
-        rotations = {index: getattr(getattr(store, "sinks", None), "rotation", None) for index, store in keys.items()}
-        return {index: rotation for index, rotation in rotations.items() if rotation is not None}
+        sinks = {index: store.sinks for index, store in keys.items() if isinstance(store, SinkStore)}
+        return {index: behind.rotation for index, behind in sinks.items() if behind.rotation is not None}
 
     def extra_slots(self, layer: Layer | WrappedLayer, tokens: int) -> int:
-        sinks = next(iter(_sinks([layer])), None)
-        return sinks.count * tokens if sinks is not None and tokens > 1 and sinks.are_left_behind(tokens) else 0
+        store = next(_sink_stores([layer]), None)
+        return store.sinks.count * tokens if store and tokens > 1 and store.sinks.are_left_behind(tokens) else 0
 
     def row_holders(self) -> Iterator[RowHolder]:
         yield self.padding
@@ -98,11 +97,8 @@ class SinkHook(StepHook):
         self.padding.take(None)
 
 
-def _stores(layers: Layers) -> Iterator[Store]:
+def _sink_stores(layers: Layers) -> Iterator[SinkStore]:
     for layer in layers:
-        yield from layer.stores.values() if isinstance(layer, Layer) else ()
-
-
-def _sinks(layers: Layers) -> list[Sinks]:
-    sinks_of_stores = [getattr(store, "sinks", None) for store in _stores(layers)]
-    return [sinks for sinks in sinks_of_stores if sinks is not None]
+        for store in layer.stores.values() if isinstance(layer, Layer) else ():
+            if isinstance(store, SinkStore):
+                yield store

@@ -12,6 +12,7 @@ from caches.core.wrapped_layer import WrappedLayer
 from caches.layers.layer_spec import LayerSpec
 from caches.layers.rope import RopeRotation
 from caches.stores.slot import Slot
+from caches.stores.store import Store
 
 Layers = Sequence[Layer | WrappedLayer]
 
@@ -31,16 +32,16 @@ class StepHook:
     def check_layers(self, specs: Sequence[LayerSpec]) -> None:
         """Raise `UnsupportedLayerError` for layers that it cannot work on."""
 
-    def filled(self, slot: Slot) -> Slot:
-        """The slot with what the hook adds, before a store is made for it."""
-        return slot
+    def overlaid(self, slot: Slot, store: Store) -> Store:
+        """The store that was made for the slot, with what the hook lays over it."""
+        return store
 
     def before_begin(self, layers: Layers, tokens: int) -> Callable[[], None]:
         """Before a step of `tokens`: may fail, changes nothing. Returns what to do once the step is open."""
         return _nothing
 
-    def before_commit(self, layers: Layers, rejected: int) -> None:
-        """Before a commit without the last `rejected` tokens: may fail, changes nothing that is visible."""
+    def before_commit(self, layers: Layers) -> None:
+        """Before a commit: may fail, changes nothing that is visible."""
 
     def set_padding(self, layers: Layers, padding: torch.Tensor | Sequence[int] | None, rows: int) -> None:
         """Say how many padding tokens each of the `rows` begins with; None for none."""

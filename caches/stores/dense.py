@@ -79,6 +79,12 @@ class GrowingStore:
         timeline = self.timeline
         return slots.narrow(2, timeline.start, timeline.end + timeline.pending - timeline.start)
 
+    def memory(self, begin: int, slots: int) -> torch.Tensor:
+        """So many slots of the rows in use, from `begin` on: [rows, heads, slots, head_dim], to be written too."""
+        buffer = self._slots()
+        assert buffer is not None
+        return buffer.narrow(2, begin, slots)
+
     def shown(self) -> torch.Tensor | None:
         """The kept tokens and those of the open step, once it has appended them."""
         slots = self._slots()

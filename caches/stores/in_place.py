@@ -10,8 +10,15 @@ import torch
 from caches.attention.open_slots import OpenSlots
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.shared_prefix import ForkedStore
+from caches.stores.sink import SinkStore
 from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
+
+
+def own_memory(store: Store | None) -> GrowingStore | None:
+    """The store that shows its own memory, also where sinks are laid over it; None for others."""
+    tensor = store.tensor if isinstance(store, SinkStore) else store
+    return tensor if isinstance(tensor, GrowingStore) else None
 
 
 def open_slots(keys: Store, values: Store) -> OpenSlots | None:

@@ -1,22 +1,26 @@
-"""Stores whose window begins with a row's first tokens, the sinks (StreamingLLM).
+"""Sinks, a row's first tokens (StreamingLLM), laid over a store whose window has moved past them.
 
 The window itself is that of `KeepRecent`. Once a row has evicted tokens, copies of its sinks take the first slots kept:
-before a step of one token they are written there, in longer steps they are put in front. The keys of a copy are
-rotated, from their originals, to where the window begins. Nothing else ever moves.
+before a step of one token they are written there, or into what the store decodes; in longer steps they are put in
+front. The keys of a copy are rotated, from their originals, to where the window begins. Nothing else ever moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import torch
 
+from caches.attention.segmented_tensor import SegmentedTensor, plain
+from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
 from caches.layers.rope import RopeRotation
 from caches.platform.as_tensor import as_tensor
 from caches.platform.torch_api import always_writable
-from caches.stores.dense import FixedStore
+from caches.stores.dense import GrowingStore
+from caches.stores.store import Store
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
 
@@ -64,11 +68,17 @@ class Sinks:
         assert isinstance(timeline.retention, KeepSinks)
         self.timeline, self.padding, self.rotation = timeline, padding, rotation
         self.count, self._window = timeline.retention.sinks, timeline.retention.size + 1
-        self.originals: torch.Tensor | None = None  # [rows, heads, count, head_dim]; of rows that evicted tokens
+        self._originals: torch.Tensor | None = None  # [rows or more, heads, count, head_dim]
+
+    @property
+    def originals(self) -> torch.Tensor:
+        """As they were fed: [rows, heads, count, head_dim]."""
+        assert self._originals is not None
+        return self._originals[: self.timeline.rows]
 
     def are_left_behind(self, tokens: int) -> bool:
         """Whether one of the next `tokens` can no longer see all of its row."""
-        return self.timeline.total_tokens + tokens - self._window > self.padding.least
+        return self.count > 0 and self.timeline.total_tokens + tokens - self._window > self.padding.least
 
     def delta(self, tokens: int, device: torch.device) -> torch.Tensor:
         """Tokens of its row that each of the next `tokens` can no longer attend to: LongTensor [rows, tokens]."""
@@ -77,126 +87,182 @@ class Sinks:
         evicted = torch.arange(first_token, first_token + tokens, device=device)
         return (evicted - self.padding.of(self.timeline.rows, device)[:, None]).clamp(min=0)
 
-    def rotated(self, sinks: torch.Tensor, tokens: int) -> torch.Tensor:
-        """`sinks` as each of the next `tokens` has to see them: [rows, heads, tokens * count, head_dim].
-
-        sinks: as they were fed [rows, heads, count, head_dim].
-        """
+    def rotated(self, tokens: int) -> torch.Tensor:
+        """The sinks as each of the next `tokens` has to see them: [rows, heads, tokens * count, head_dim]."""
         if self.rotation is None:
             raise StepError(
                 "the window is full, so the keys of the first tokens have to be rotated now, and this sink cache does "
                 "not know how the model rotates keys: build it with config=model.config"
             )
-        return self.rotation.rotated(sinks, self.delta(tokens, sinks.device))
+        return self.rotation.rotated(self.originals, self.delta(tokens, self.originals.device))
 
-    def found(self, stored: torch.Tensor) -> torch.Tensor:
-        """The sinks as they were fed [rows, heads, count, head_dim]; of rows that have none yet, any values.
+    def is_behind(self, device: torch.device) -> torch.Tensor:
+        """Whether the next token can no longer see all of its row: bool [rows, 1, 1, 1]."""
+        return self.delta(1, device)[:, :, None, None] > 0
 
-        stored: what the store keeps [rows, heads, tokens, head_dim], the open step included.
-        """
-        rows, heads, tokens, width = stored.shape
-        first_slot = self.padding.of(rows, stored.device) - self.timeline.evicted_tokens
-        slots = first_slot.clamp(min=0)[:, None] + torch.arange(self.count, device=stored.device)
-        slots = slots.clamp(max=tokens - 1)[:, None, :, None].expand(-1, heads, -1, width)
-        fed = stored.gather(2, slots)
-        if self.originals is None:
-            return fed
-        return torch.where((first_slot < 0)[:, None, None, None], self.originals[:rows], fed)
+    def note(self, added: torch.Tensor, begin: int) -> None:
+        """Keep the sinks among `added` [rows, heads, tokens, width], which come after `begin` tokens of a text."""
+        if self.count == 0:
+            return
+        self.make_room(added)
+        if begin >= self.padding.most + self.count:
+            return
+        rows, heads, tokens, width = added.shape
+        places = self.padding.of(rows, added.device)[:, None] - begin
+        places = places + torch.arange(self.count, device=added.device)
+        is_sink = ((places >= 0) & (places < tokens))[:, None, :, None]
+        places = places.clamp(0, tokens - 1)[:, None, :, None].expand(-1, heads, -1, width)
+        self.originals.copy_(torch.where(is_sink, added.gather(2, places), self.originals))
 
-    def instead_of(self, front: torch.Tensor) -> torch.Tensor:
-        """The sinks of rows that evicted tokens, and what others have in `front`, their first slots kept."""
-        assert self.originals is not None
-        has_evicted = self.padding.of(len(front), front.device) < self.timeline.evicted_tokens
-        return torch.where(has_evicted[:, None, None, None], self.originals[: len(front)], front)
-
-    def take(self, stored: torch.Tensor, room_for_rows: int) -> None:
-        """Keep the sinks among what a store keeps, before it evicts any."""
-        sinks = self.found(stored)
-        self.make_room(stored, room_for_rows)
-        assert self.originals is not None
-        self.originals[: len(sinks)] = sinks
-
-    def make_room(self, like: torch.Tensor, rows: int) -> None:
-        if self.originals is None or len(self.originals) < rows:
+    def make_room(self, like: torch.Tensor) -> None:
+        """Memory for the originals of as many rows as `like` [rows, heads, tokens, width] has, or may get."""
+        rows, heads, _, width = like.shape
+        if self._originals is None or len(self._originals) < rows:
             with always_writable():
-                self.originals = like.new_zeros((rows, like.shape[1], self.count, like.shape[3]))
+                self._originals = like.new_zeros((self.timeline.max_rows or rows, heads, self.count, width))
 
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self.originals is None else [self.originals]
+    def replace(self, originals: torch.Tensor | None, in_place: bool) -> None:
+        """Have other originals. in_place: their memory has room for all rows and does not move."""
+        if in_place and originals is not None and self._originals is not None:
+            self._originals[: len(originals)] = originals
+        else:
+            self._originals = originals
 
-    def chosen(self, index: torch.Tensor) -> torch.Tensor | None:
-        """The originals of these rows."""
-        return None if self.originals is None else self.originals.index_select(0, index.to(self.originals.device))
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return iter(() if self._originals is None else (self._originals,))
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether a row has evicted tokens, so that its sinks are in the first slots kept, or belong there."""
+        return self.count > 0 and self.timeline.evicted_tokens > self.padding.least
+
+    def have_evicted(self, device: torch.device) -> torch.Tensor:
+        """Which rows have: bool [rows, 1, 1, 1]."""
+        assert self.timeline.rows is not None
+        return (self.padding.of(self.timeline.rows, device) < self.timeline.evicted_tokens)[:, None, None, None]
 
 
-class SinkStore(FixedStore):
-    """A fixed store that shows copies of the sinks where a row has evicted tokens."""
+class SinkStore:
+    """A store with sinks laid over it. See `Store`.
 
-    def __init__(self, sinks: Sinks):
-        super().__init__(sinks.timeline)
-        self.sinks = sinks
+    tensor: the store itself where it shows its own memory, into which the copies are written; None where it shows
+    copies or segments, which get them after each step.
+    """
 
-    def front(self) -> torch.Tensor:
-        """The first slots kept, as the next token has to read them. Changes nothing."""
-        slots = self._slots()
-        assert slots is not None
-        stored = super()._visible(slots)
-        behind = self.sinks.delta(1, stored.device)[:, :, None, None] > 0
-        return torch.where(behind, self.sinks.rotated(self.sinks.found(stored), 1), stored[:, :, : self.sinks.count])
-
-    def write_front(self, front: torch.Tensor) -> None:
-        slots, start = self._slots(), self.timeline.start
-        assert slots is not None
-        slots[:, :, start : start + self.sinks.count] = front
+    def __init__(self, store: Store, sinks: Sinks):
+        self.store, self.sinks, self.timeline = store, sinks, sinks.timeline
+        self.tensor = store if isinstance(store, GrowingStore) else None
+        self.is_quantized, self.storage_format = store.is_quantized, ("sinks", store.storage_format)
+        # What a step does to the window.
+        self.read, self.reserve, self.compact = store.read, store.reserve, store.compact
+        self.commit, self.abort = store.commit, store.abort
+        self.offloaded_buffers = store.offloaded_buffers
 
     def append(self, new: torch.Tensor) -> torch.Tensor:
-        self.sinks.padding.check(new.shape[0])
-        visible = super().append(new)
-        if self.buffer is not None:
-            self.sinks.make_room(self.buffer, len(self.buffer))
-        tokens = self.timeline.pending
-        if tokens == 1 or not self.sinks.count or not self.sinks.are_left_behind(tokens):
+        sinks, tokens = self.sinks, self.timeline.pending
+        sinks.padding.check(new.shape[0])
+        visible = self.store.append(new)
+        if self.timeline.graph:  # see `note_compiled`
             return visible
-        return torch.cat([self.sinks.rotated(self.sinks.found(visible), tokens), visible], dim=-2)
+        sinks.note(new, self.timeline.total_tokens)
+        if not sinks.are_left_behind(tokens):
+            return visible
+        if tokens > 1:
+            return torch.cat([sinks.rotated(tokens), visible], dim=-2)
+        return visible if self.tensor is not None else self._with_front(visible)
 
-    def keep_sinks(self, rejected: int) -> None:
-        """Before `commit` evicts them. They are not read until it has, so it may still fail."""
+    def add(self, new: torch.Tensor) -> None:
+        self.append(new)
+
+    def front(self) -> torch.Tensor | None:
+        """The first slots kept, as the next token has to read them; None where they can stay. Changes nothing."""
+        sinks = self.sinks
+        if self.tensor is None or not sinks.are_left_behind(1):
+            return None
+        stored = self.tensor.memory(self.timeline.start, sinks.count)
+        return torch.where(sinks.is_behind(stored.device), sinks.rotated(1), stored)
+
+    def write_front(self, front: torch.Tensor) -> None:
+        assert self.tensor is not None
+        self.tensor.memory(self.timeline.start, self.sinks.count)[:] = front
+        self.timeline.rewritten = self.timeline.evicted_tokens
+
+    def _with_front(self, visible: torch.Tensor) -> torch.Tensor:
+        rotated, behind = self.sinks.rotated(1), self.sinks.is_behind(visible.device)
+        if isinstance(visible, SegmentedTensor):
+            segments = visible.segments
+            return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), visible.base, visible)
+        front = visible[:, :, : self.sinks.count]
+        front.copy_(torch.where(behind, rotated, front))
+        return visible
+
+    def note_compiled(self) -> None:
+        """After a compiled step, before its commit: keep the sinks among the tokens that it wrote."""
         timeline = self.timeline
-        evicted = timeline.total_tokens + timeline.pending - rejected - timeline.surviving(rejected)
-        if (
-            evicted > self.sinks.padding.least
-            and timeline.evicted_tokens <= self.sinks.padding.most
-            and self.buffer is not None
-            and (slots := self._slots()) is not None
-        ):
-            stored = slots[:, :, timeline.start : timeline.end + timeline.pending]
-            self.sinks.take(stored if self.overflow is None else self.overflow, len(self.buffer))
+        if timeline.graph and self.tensor is not None:
+            self.sinks.note(self.tensor.memory(timeline.end, timeline.pending), timeline.total_tokens)
 
-    def select_rows(self, index: torch.Tensor) -> None:
-        originals = self.sinks.chosen(index)
-        super().select_rows(index)
-        if originals is not None and self.sinks.originals is not None:
-            self.sinks.originals[: len(index)] = originals
-
-    def release(self) -> None:
-        super().release()
-        self.sinks.originals = None
+    def note_again(self) -> None:
+        """After the padding was set: keep the sinks among the kept tokens, of which none were evicted."""
+        committed = self.store.committed()
+        if committed is not None and committed.shape[2]:
+            self.sinks.note(plain(committed), 0)
 
     def committed(self) -> torch.Tensor | None:
         """As they were fed: copies are of use to one step only."""
-        committed = super().committed()
-        if committed is None or self.timeline.graph or self.timeline.evicted_tokens <= self.sinks.padding.least:
+        committed, sinks = self.store.committed(), self.sinks
+        if committed is None or self.timeline.graph or not sinks.are_shown:
             return committed
-        front, later = committed[:, :, : self.sinks.count], committed[:, :, self.sinks.count :]
-        return torch.cat([self.sinks.instead_of(front), later], dim=-2)
+        committed = committed if self.tensor is None else committed.clone()
+        front = committed[:, :, : sinks.count]
+        front.copy_(torch.where(sinks.have_evicted(front.device), sinks.originals, front))
+        return committed
 
     def load_dense(self, dense: torch.Tensor) -> None:
-        super().load_dense(dense)
-        assert self.buffer is not None
-        self.sinks.make_room(self.buffer, len(self.buffer))
-        if self.timeline.evicted_tokens > self.sinks.padding.least:
-            assert self.sinks.originals is not None
-            self.sinks.originals[: len(dense)] = dense[:, :, : self.sinks.count]
+        sinks = self.sinks
+        self.store.load_dense(dense)
+        sinks.note(dense, self.timeline.evicted_tokens)
+        if sinks.are_shown:
+            front = torch.where(sinks.have_evicted(dense.device), dense[:, :, : sinks.count], sinks.originals)
+            sinks.originals.copy_(front)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self.store.state_dict()
+        return state | ({"sinks": self.sinks.originals} if state and self.sinks.count else {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.store.load_state_dict({name: tensor for name, tensor in state.items() if name != "sinks"})
+        if "sinks" in state:
+            self.sinks.make_room(state["sinks"])
+            self.sinks.originals.copy_(state["sinks"])
+
+    def select_rows(self, index: torch.Tensor) -> None:
+        chosen = [tensor.index_select(0, index.to(tensor.device)) for tensor in self.sinks.tensors()]
+        self.store.select_rows(index)
+        for originals in chosen:
+            self.sinks.replace(originals, in_place=self.tensor is not None)
+
+    def reset(self) -> None:
+        self.store.reset()
+        if self.tensor is None:
+            self.sinks.replace(None, in_place=False)
+
+    def release(self) -> None:
+        self.store.release()
+        self.sinks.replace(None, in_place=False)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        return chain(super().tensors(), self.sinks.tensors())
+        return chain(self.store.tensors(), self.sinks.tensors())
+
+
+def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Tensor) -> Iterator[Segment]:
+    """The segments, with `front` first in the rows that are behind."""
+    begin = 0
+    for segment in segments:
+        replaced = front[:, :, begin : begin + segment.slots]
+        begin += segment.slots
+        if replaced.shape[2]:
+            values, count = segment.materialize(), replaced.shape[2]
+            yield DenseSegment(torch.where(behind, replaced, values[:, :, :count]))
+            segment = DenseSegment(values[:, :, count:])
+        yield segment

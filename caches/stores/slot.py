@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from caches.layers.layer_spec import LayerSpec
 from caches.memory.scratch import Scratch
-from caches.stores.sink import Sinks
 from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
 
@@ -16,15 +15,13 @@ from caches.timeline.timeline import Timeline
 class Slot:
     """The tensor `name` ("keys", "values", "index") of a layer, for which a store is made.
 
-    timeline: its group's. scratch: memory that all layers of the cache share. sinks: the first tokens that stay, where
-    the cache keeps such.
+    timeline: its group's. scratch: memory that all layers of the cache share.
     """
 
     spec: LayerSpec
     name: str
     timeline: Timeline
     scratch: Scratch
-    sinks: Sinks | None = None
 
 
 StoreFactory = Callable[[Slot], Store]

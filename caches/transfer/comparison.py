@@ -17,6 +17,8 @@ from caches.errors import UnknownContentError
 from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
 from caches.protocol import EngineCache
+from caches.stores.shared_prefix import ForkedStore
+from caches.stores.sink import SinkStore
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 from caches.transfer.convert import can_migrate
@@ -98,7 +100,9 @@ def _content(layer: Layer, name: str) -> KeptTokens:
     assert stored is not None
     if not store.is_quantized:
         return KeptTokens(plain(stored))
-    codec = getattr(getattr(store, "prefix", store), "codec", None)
+    store = store.prefix if isinstance(store, ForkedStore) else store
+    store = store.store if isinstance(store, SinkStore) else store
+    codec = getattr(store, "codec", None)
     bits = getattr(codec, "bits", None)
     if bits is None:
         raise UnknownContentError(f"nothing says how the {type(store).__name__} of its first layer rounds")

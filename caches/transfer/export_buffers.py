@@ -11,7 +11,7 @@ import torch
 from caches.core.layer import Layer
 from caches.errors import StepError
 from caches.hf.cache import Cache
-from caches.stores.dense import FixedStore
+from caches.stores.in_place import own_memory
 
 _Place: TypeAlias = tuple[MutableMapping[Any, Any], Any]  # where a tensor is kept: in which mapping, under which key
 
@@ -70,8 +70,9 @@ def _slots(cache: Cache) -> Iterator[tuple[str, _Place]]:
     for index, layer in enumerate(cache.layers):
         assert isinstance(layer, Layer)  # others keep nothing that never moves
         for name, store in layer.stores.items():
-            if isinstance(store, FixedStore) and store.buffer is not None:
-                yield f"layer_{index}_{name}", (vars(store), "buffer")
+            tensor = own_memory(store)
+            if tensor is not None and tensor.buffer is not None:
+                yield f"layer_{index}_{name}", (vars(tensor), "buffer")
         if layer.state is not None:
             for state_type, number in layer.state._states:
                 yield f"layer_{index}_{state_type}_{number}", (layer.state._states, (state_type, number))

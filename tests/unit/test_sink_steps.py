@@ -149,4 +149,4 @@ def test_copies_of_sinks_are_written_over_no_token(residual, monkeypatch):
         layer, keys = feeder.cache.layers[0], torch.stack(feeder.keys)
         kept = layer.timeline.residual
         for name, must in {"keys": keys, "values": keys + 1}.items():
-            assert torch.equal(layer.stores[name].residual[:, 0, :kept], must[:, feeder.total_tokens - kept :])
+            assert torch.equal(layer.stores[name].store.residual[:, 0, :kept], must[:, feeder.total_tokens - kept :])
