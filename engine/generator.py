@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 import engine
 from caches.platform.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
+from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
-from engine.decoding.pauses import FindPauses
 from engine.errors import OptionError
 from engine.kernels.low_bit_linears import convert_linears
 from engine.loading.load import load

@@ -215,13 +215,14 @@ def test_an_error_that_the_caller_is_handling_keeps_its_frames(where, on_oom, mo
         options["logits_processor"] = [partial(fails_once, lambda ids, scores: scores)]
     if where == "rows":
         monkeypatch.setattr(GrowingStore, "select_rows", lambda *arguments: fails_once(select_rows, *arguments))
+    handled, error = None, nullcontext() if on_oom else pytest.raises(engine.OutOfMemoryError)
     try:
         pinning(ValueError("first"), [])
     except ValueError as first:
-        error = nullcontext() if on_oom else pytest.raises(engine.OutOfMemoryError)
+        handled = first
         with OutAt(model, [2] if where == "forward" else [], lambda: Told("no memory in here")), error:
             assert engine.generate(model, prompt(), max_new_tokens=4, on_oom=on_oom, **options).stats.fallbacks
-        assert "pinning" in [frame.name for frame in traceback.extract_tb(first.__traceback__)]
+    assert "pinning" in [frame.name for frame in traceback.extract_tb(handled.__traceback__)]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), None])
