@@ -14,8 +14,8 @@ import engine
 from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.out_of_memory import empty_allocators
 from configs import CacheConfig, EngineConfig
+from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
-from engine.decoding.pauses import FindPauses
 from engine.errors import OptionError
 from engine.kernels.low_bit_linears import convert_linears
 from engine.loading.load import load

@@ -20,16 +20,15 @@ from caches.platform.torch_api import set_grad_enabled
 from caches.platform.undo import on_failure
 from configs import EngineConfig, checked_fallbacks
 from engine.compiling.compiled_step import makes_graphs
-from engine.decoding.cancellation import Cancellation
+from engine.decoding.chunking import FindPauses
 from engine.decoding.draft import Draft
 from engine.decoding.driver import Driver
-from engine.decoding.fed_ids import CachedPrefix
+from engine.decoding.feeder import CachedPrefix, SessionOptions
 from engine.decoding.guided_session import GuidedSession
 from engine.decoding.loop import DecodingLoop
 from engine.decoding.model_session import ModelSession
-from engine.decoding.pauses import FindPauses
 from engine.decoding.run_clock import RunClock
-from engine.decoding.session_options import SessionOptions
+from engine.decoding.stopping import Cancellation
 from engine.errors import InputError, OptionError, OutOfMemoryError
 from engine.loading.load import load
 from engine.memory.budget import Budget
@@ -188,12 +187,12 @@ class RunBuilder:
             shares_prefixes=not makes_graphs(config.compile),  # a graph cannot read shared prefixes
             rolls_back=request.needs.verifies,
             make_room=None if config.max_cache_bytes is None else budget.keep,
-            pauses=sorted((*own_pauses, *reused.pauses), key=lambda pause: pause.columns),
             compiled=not request.config.disable_compile,
             read_by=now,
         )
         prefix = CachedPrefix(request.lengths.cached, request.lengths.embedded)
-        session = ModelSession(runner, reused.cache, columns, inputs, prefix, options)
+        all_pauses = sorted((*own_pauses, *reused.pauses), key=lambda pause: pause.columns)
+        session = ModelSession(runner, reused.cache, columns, inputs, prefix, options, all_pauses)
         draft_session = None
         if draft is not None and draft_request is not None:
             options = SessionOptions(request.chunk_tokens, stop.check, draft_recovery.apply_next, ranks)

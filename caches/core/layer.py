@@ -9,12 +9,13 @@ import torch
 
 from caches.attention.open_slots import OpenSlots
 from caches.attention.segmented_tensor import plain
+from caches.core.classic_layer import ClassicLayer
 from caches.core.wrapped_layer import WrappedLayer
-from caches.errors import StepError, UnsupportedLayerError
+from caches.errors import UnsupportedLayerError
 from caches.layers.layer_spec import INDEX, KV, STATE, LayerSpec
 from caches.memory.buffers import Buffer
 from caches.memory.scratch import Scratch
-from caches.stores.in_place import open_slots, own_memory
+from caches.stores.in_place import open_slots
 from caches.stores.recurrent_state import CONV, RECURRENT, RecurrentState
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.slot import Slot, StoreFactory
@@ -32,14 +33,11 @@ class RowHolder(Protocol):
         """Row i becomes a copy of row `index[i]`. When this raises, nothing has changed."""
 
 
-class Layer:
+class Layer(ClassicLayer):
     """Keys and values of one layer, the keys of its index, its states, or nothing. Its group shares `timeline`.
 
     make_store: makes the store of each tensor. preallocated: its states never move.
     """
-
-    supports_early_init = False  # transformers asks: shapes are learned from the first step
-    record_past = False  # models of transformers 5.17 ask the layer: see `SharedMethods.is_recording_past`
 
     def __init__(
         self, spec: LayerSpec, timeline: Timeline, scratch: Scratch, make_store: StoreFactory, preallocated: bool
@@ -76,20 +74,6 @@ class Layer:
         """Add one step's index keys [rows, tokens, index_dim]; returns all that are kept."""
         return self.stores["index"].append(keys[:, None])[:, 0]
 
-    @property
-    def is_stateful(self) -> bool:
-        """Whether a step writes over something that an abort has to bring back."""
-        return self.state is not None
-
-    def prepare(self) -> None:
-        """Allocate what `begin` needs: may fail, and changes nothing that is visible."""
-        if self.state is not None:
-            self.state.prepare()
-
-    def begin(self) -> None:
-        if self.state is not None:
-            self.state.begin()
-
     def reserve(self, room: int) -> None:
         for store in self.stores.values():
             store.reserve(room)
@@ -97,9 +81,6 @@ class Layer:
     def compact(self) -> None:
         for store in self.stores.values():
             store.compact()
-
-    def can_reject(self, rejected: int) -> bool:
-        return self.state is None or self.state.can_reject(rejected)
 
     def commit(self, rejected: int) -> None:
         self._is_reached = False
@@ -112,14 +93,6 @@ class Layer:
         self._is_reached = False
         for holder in self._parts():
             holder.abort()
-
-    def can_roll_back(self, tokens: int) -> bool:
-        return self.state is None or self.state.can_roll_back(tokens)
-
-    def roll_back(self, tokens: int) -> None:
-        """Take back the last `tokens` committed ones in the states; the timeline does so for the stores."""
-        if self.state is not None:
-            self.state.roll_back(tokens)
 
     def reset(self) -> None:
         self._is_reached = False
@@ -138,7 +111,8 @@ class Layer:
     def dense_state(self) -> dict[str, torch.Tensor]:
         """What is committed, by name: [rows, heads, tokens, width] of the stores, states [rows, ...]."""
         stores = {name: store.committed() for name, store in self.stores.items()}
-        return {name: tensor for name, tensor in stores.items() if tensor is not None} | self._dense_states()
+        states = {} if self.state is None else self.state.dense_state()
+        return {name: tensor for name, tensor in stores.items() if tensor is not None} | states
 
     def load_dense(self, content: dict[str, torch.Tensor]) -> None:
         """Hold exactly this content, to which the timeline is set already."""
@@ -150,10 +124,8 @@ class Layer:
     def state_dict(self) -> dict[str, Any]:
         """What is committed as it is encoded, for a layer of the same kind: a dict of each store, states."""
         stores = {name: store.state_dict() for name, store in self.stores.items()}
-        return {name: state for name, state in stores.items() if state} | self._dense_states()
-
-    def _dense_states(self) -> dict[str, torch.Tensor]:
-        return {} if self.state is None else self.state.dense_state()
+        states = {} if self.state is None else self.state.dense_state()
+        return {name: state for name, state in stores.items() if state} | states
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Hold exactly this, to which the timeline is set already."""
@@ -207,68 +179,10 @@ class Layer:
             stores[name] = store
         self.follow(prefix, stores)
 
-    def committed(self, name: str) -> torch.Tensor | None:
-        """Committed "keys" or "values" [rows, kv_heads, tokens, head_dim]; None before the first step."""
-        return self.stores[name].committed() if name in self.stores else None
-
-    @property
-    def keys(self) -> torch.Tensor | None:
-        """Keys [rows, kv_heads, tokens, head_dim], with those of an open step that has come here; None before any.
-
-        Raises `StepError` where these are not in one tensor, and when other keys are assigned.
-        """
-        return self._shown("keys")
-
-    @keys.setter
-    def keys(self, keys: torch.Tensor) -> None:
-        self._refuse_assignment("keys")
-
-    @property
-    def values(self) -> torch.Tensor | None:
-        """Values, as `keys`."""
-        return self._shown("values")
-
-    @values.setter
-    def values(self, values: torch.Tensor) -> None:
-        self._refuse_assignment("values")
-
-    def _shown(self, name: str) -> torch.Tensor | None:
-        store = self.stores.get(name)
-        if not self._is_reached or store is None:
-            return self.committed(name)
-        tensor = own_memory(store)
-        if tensor is None:
-            raise StepError(
-                f"{name} of a layer were read in the middle of a step, when this cache does not have them in one "
-                "tensor: read them after the forward, or use cache='dynamic'"
-            )
-        return tensor.shown()
-
-    def _refuse_assignment(self, name: str) -> None:
-        raise StepError(
-            f"{name} were assigned to a layer whose cache counts on the tokens that it has read, so others would be "
-            "taken for them: code that shortens caches needs transformers' own, which it can shorten here too, as "
-            "engine.generate(model, prompt, cache=transformers.DynamicCache(config=model.config))"
-        )
-
-    @property
-    def conv_states(self) -> dict[int, torch.Tensor]:
-        """Conv states [rows, channels, kernel] by number; empty before the first step."""
-        return {} if self.state is None else self.state.numbered(CONV)
-
-    @property
-    def recurrent_states(self) -> dict[int, torch.Tensor]:
-        """Recurrent states [rows, ...] by number; empty before the first step."""
-        return {} if self.state is None else self.state.numbered(RECURRENT)
-
     @property
     def is_quantized(self) -> bool:
         """Whether keys and values are kept in fewer bits than they come in."""
         return any(store.is_quantized for store in self.stores.values())
-
-    @property
-    def is_initialized(self) -> bool:
-        return next(self.tensors(), None) is not None
 
     def __repr__(self) -> str:
         return f"Layer({self.spec.layer_type}, kept_tokens={self.timeline.kept_tokens})"

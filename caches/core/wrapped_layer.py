@@ -22,7 +22,6 @@ from caches.timeline.timeline import Timeline
 class WrappedLayer:
     """One of transformers' layers that takes part in steps and row selection. See `Layer` for the methods."""
 
-    is_stateful = True  # a step replaces attributes, which an abort brings back
     is_quantized = False
     storage_format = None
 

@@ -10,11 +10,11 @@ from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderD
 
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
-from caches.hf.shared_methods import SharedMethods
+from caches.hf.classic_names import ClassicNames
 from caches.protocol import Capabilities
 
 
-class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
+class EncoderDecoder(ClassicNames, TransformersEncoderDecoderCache):
     """Two caches as one. Steps are those of the decoder; the first also writes the cross part, which then stays.
 
     See `EngineCache` for the methods of a step.
@@ -22,7 +22,7 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
 
     def __init__(self, self_cache: Cache, cross: Cache):
         for cache in (self_cache, cross):
-            if cache.imposes_windows:
+            if cache.view.imposes_windows:
                 raise UnsupportedLayerError(f"cache={cache.name!r} cannot impose a window on an encoder-decoder model")
         self.self_attention_cache, self.cross_attention_cache = self_cache, cross
         self.stacks, self.implicit_steps = (self_cache.stack, cross.stack), (self_cache.implicit, cross.implicit)
@@ -97,7 +97,7 @@ class EncoderDecoder(SharedMethods, TransformersEncoderDecoderCache):
         return self.self_attention_cache[layer_idx] + self.cross_attention_cache[layer_idx]
 
     def to_legacy_cache(self) -> tuple[tuple[torch.Tensor | None, ...], ...]:
-        """Keys and values of every layer, then those of its cross-attention. See `SharedMethods.to_legacy_cache`."""
+        """Keys and values of every layer, then those of its cross-attention. See `ClassicNames.to_legacy_cache`."""
         layers, cross_layers = (cache.to_legacy_cache() for cache in self.parts)
         return tuple(pair[0] + pair[1] for pair in zip(layers, cross_layers, strict=True))
 

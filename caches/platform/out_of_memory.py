@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import re
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -61,30 +61,37 @@ class recovering:
         self.failure: BaseException | None = None
 
     def __enter__(self) -> recovering:
-        self._handled = sys.exc_info()[1]  # its frames are those of its handler
         return self
 
     def __exit__(self, error_class: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        handled, self._handled = self._handled, None
         if error is None or not (isinstance(error, self._classes) or is_out_of_memory(error, self._size)):
             return False
-        self.failure = without_frames(error, handled)
+        self.failure = without_frames(error)
         return True
 
 
-def without_frames(error: BaseException, handled: BaseException | None = None) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """The error itself without its tracebacks, which hold on to everything that the failed step had made.
 
-    handled: an error in whose handling it was raised, which keeps its own.
+    An error that is still being handled, in whose handling this one was raised, keeps its own: it may be the caller's.
     """
+    running = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        running.add(frame)
+        frame = frame.f_back
     pending: list[BaseException | None] = [error]
-    visited = {id(handled)}
+    visited = set()
     while pending:
         linked = pending.pop()
-        if linked is not None and id(linked) not in visited:
-            visited.add(id(linked))
-            linked.__traceback__ = None
-            pending += [linked.__cause__, linked.__context__]
+        if linked is None or id(linked) in visited:
+            continue
+        trace = linked.__traceback__
+        if linked is not error and trace is not None and trace.tb_frame in running:  # the frame that handles it
+            continue
+        visited.add(id(linked))
+        linked.__traceback__ = None
+        pending += [linked.__cause__, linked.__context__]
     return error
 
 

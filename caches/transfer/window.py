@@ -23,7 +23,7 @@ def apply_window(cache: Cache | EncoderDecoder, window_length: int) -> Cache:
     options = SlidingWindowCacheConfig(window_length=window_length, max_batch_size=cache.max_rows)
     empty = recipe(options.name).make(cache.specs, options)
     assert isinstance(empty, Cache)
-    if cache.imposes_windows or cache.is_quantized:
+    if cache.view.imposes_windows or cache.is_quantized:
         raise UnsupportedLayerError(f"the tokens of a {cache.name} cache cannot go on in another window")
     cache.crop(0)  # commits the step of another loop
     if cache.batch_size == -1:

@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 import caches
 from caches import EngineCache
 from configs.cache import DEFAULT_CACHE, NO_CACHE
-from engine.decoding.fed_ids import CachedPrefix
+from engine.decoding.feeder import CachedPrefix, SessionOptions
 from engine.decoding.model_session import ModelSession
-from engine.decoding.session_options import SessionOptions
 from engine.errors import InputError, OptionError
 from engine.loading.load import unwrapped
 from engine.model.columns import Columns

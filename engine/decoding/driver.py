@@ -13,8 +13,8 @@ from transformers.utils import ModelOutput
 from caches.platform.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory, without_frames
 from caches.platform.torch_api import set_grad_enabled
 from caches.platform.undo import on_failure
-from engine.decoding.cancellation import Cancellation, StopAsked
 from engine.decoding.loop import DecodingLoop
+from engine.decoding.stopping import Cancellation, StopAsked
 from engine.errors import (
     GenerationCancelled,
     GenerationInterrupted,
@@ -80,7 +80,7 @@ class Driver:
             raise
         except BaseException:  # the consumer has left: tokens that it was not shown are discarded
             run.ranks.end()
-            run.discard_unread()
+            run.transcript.discard_unread()
             _without_grad(run.break_off)
             raise
         finally:
@@ -149,7 +149,7 @@ class Driver:
                 forward = None
             if chunks:
                 yield from self._shown(chunks)
-        yield from self._shown(self.loop.read_all())
+        yield from self._shown(self.loop.transcript.read_all())
 
     def _with_others(
         self, forward: Forward, piece_tokens: Callable[[], int]

@@ -11,7 +11,7 @@ from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.out_of_memory import Exhausted
 from caches.protocol import can_predict
 from configs import CacheConfig, ConfigError
-from engine.decoding.model_session import ModelSession
+from engine.decoding.feeder import Feeder
 from engine.errors import InputError
 from engine.memory.cache_size import beginning_of
 from engine.memory.dry_run import DryRun
@@ -76,9 +76,9 @@ class Budget:
             return config.windowed(window) if window else None
         return config.offloaded("disk" if device == "cpu" else "host")
 
-    def keep(self, session: ModelSession, tokens: int) -> None:
+    def keep(self, feeder: Feeder, tokens: int) -> None:
         """Called before `tokens` more are fed: act if they would exceed the limit. Raises `Exhausted`."""
-        cache = session.cache
+        cache = feeder.cache
         if self._most is None or not can_predict(cache) or cache.total_tokens == 0:
             return
         needed = cache.device_bytes + cache.growth(tokens)
@@ -93,17 +93,17 @@ class Budget:
         tokens_before, bytes_before = cache.total_tokens, cache.device_bytes
         try:
             if self._action == "offload":
-                description = session.executor.offload()
+                description = feeder.executor.offload()
             else:
                 window = int(self._most / (bytes_before / tokens_before) / _WINDOW_ROOM)
-                session.executor.impose_window(window)
+                feeder.executor.impose_window(window)
                 description = f"the cache goes on with a window of {window} tokens, which changes what is generated"
         except (CacheError, ConfigError) as error:
             raise Exhausted(f"{message}; over_budget={self._action!r} is not possible: {error}") from None
         if description is None:
             raise Exhausted(f"{message}; over_budget={self._action!r} is not possible: it is offloaded already")
         self._has_acted = True  # where memory was out instead, a later call can act
-        self._taken.append(Fallback(self._action, description, tokens_before, bytes_before, session.cache.device_bytes))
+        self._taken.append(Fallback(self._action, description, tokens_before, bytes_before, feeder.cache.device_bytes))
         _logger.warning("%s; %s", message, self._taken[-1])
 
 

@@ -36,7 +36,7 @@ _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks"
 class UsageSample:
     """Bytes of a cache at one moment.
 
-    by_place: see `SharedMethods.bytes_by_place`. by_kind: by kind of layer, without memory that layers share.
+    by_place: see `Cache.bytes_by_place`. by_kind: by kind of layer, without memory that layers share.
     """
 
     by_place: dict[str, int]

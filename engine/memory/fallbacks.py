@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from caches import CacheError
 from caches.platform.out_of_memory import Exhausted, empty_allocators, in_words, recovering
 from configs import ConfigError
-from engine.decoding.model_session import ModelSession
+from engine.decoding.feeder import Feeder
 from engine.result import Fallback
 
 _logger = logging.getLogger("engine")
@@ -32,8 +32,8 @@ class Recovery:
         self._free, self._make_room = release, make_room
         self._tried: set[tuple[str, int, int]] = set()  # since one that is applied once
 
-    def apply_next(self, session: ModelSession, error: BaseException) -> None:
-        """Apply the next fallback that may help `session`, which failed with `error`. Raises `Exhausted`."""
+    def apply_next(self, feeder: Feeder, error: BaseException) -> None:
+        """Apply the next fallback that may help `feeder`, which failed with `error`. Raises `Exhausted`."""
         has_room = self._make_room()
         empty_allocators()
         if has_room:
@@ -41,17 +41,17 @@ class Recovery:
         reason = in_words(error)
         refused = []
         for name in self._in_order():
-            bytes_before = session.cache.device_bytes
+            bytes_before = feeder.cache.device_bytes
             if name == "release":
                 self._free()
-            description, refusal = _applied(_APPLY[name], session)
+            description, refusal = _applied(_APPLY[name], feeder)
             if refusal is not None:
                 refused.append(f"{name} ({refusal})")
             if description is None:
                 continue
             empty_allocators(collects=name == "release")  # compiled graphs are in cycles, caches are not
-            fallback = Fallback(name, description, session.cache.total_tokens, bytes_before, session.cache.device_bytes)
-            if self._is_progress(fallback, session.cache.batch_size):
+            fallback = Fallback(name, description, feeder.cache.total_tokens, bytes_before, feeder.cache.device_bytes)
+            if self._is_progress(fallback, feeder.cache.batch_size):
                 self._note(reason, fallback)
                 return
             refused.append(f"{name} ({description}, as before with as many tokens: that is no progress)")
@@ -99,44 +99,44 @@ class Recovery:
         return f"{reason}; on_oom={list(self._allowed)}, taken: {applied}{could_not}"
 
 
-def _applied(fallback: Callable[[ModelSession], str | None], session: ModelSession) -> tuple[str | None, str | None]:
+def _applied(fallback: Callable[[Feeder], str | None], feeder: Feeder) -> tuple[str | None, str | None]:
     """A description of what the fallback did, or the reason why it could not."""
-    total_tokens = session.cache.total_tokens
+    total_tokens = feeder.cache.total_tokens
     with recovering(CacheError, ConfigError) as outcome:
-        return fallback(session), None
+        return fallback(feeder), None
     failure = outcome.failure
     assert failure is not None
-    if isinstance(failure, (CacheError, ConfigError)) and session.cache.total_tokens < total_tokens:
+    if isinstance(failure, (CacheError, ConfigError)) and feeder.cache.total_tokens < total_tokens:
         raise Exhausted(in_words(failure)) from failure
     return None, in_words(failure)
 
 
-def _release(session: ModelSession) -> str | None:
-    session.executor.release()
+def _release(feeder: Feeder) -> str | None:
+    feeder.executor.release()
     return "compiled graphs, scratch memory, what the allocator kept, and stored prefixes (from memory) were dropped"
 
 
-def _chunk(session: ModelSession) -> str | None:
-    tokens = session.executor.read_in_smaller_chunks(session.waiting)
+def _chunk(feeder: Feeder) -> str | None:
+    tokens = feeder.executor.read_in_smaller_chunks(feeder.waiting)
     return None if tokens is None else f"the prompt is read on in pieces of {tokens} tokens"
 
 
-def _quantize(session: ModelSession) -> str | None:
-    moved = session.executor.offload(quantized=True)
+def _quantize(feeder: Feeder) -> str | None:
+    moved = feeder.executor.offload(quantized=True)
     return None if moved is None else f"{moved}, which changes what is generated"
 
 
-def _split(session: ModelSession) -> str | None:
-    if session.waiting <= 0:  # work between forwards is for all rows at once
+def _split(feeder: Feeder) -> str | None:
+    if feeder.waiting <= 0:  # work between forwards is for all rows at once
         return None
-    groups = session.executor.split()
+    groups = feeder.executor.split()
     return None if groups is None else f"the rows are computed in {groups} parts, one after the other"
 
 
-_APPLY: dict[str, Callable[[ModelSession], str | None]] = {
+_APPLY: dict[str, Callable[[Feeder], str | None]] = {
     "release": _release,
     "chunk": _chunk,
-    "offload": lambda session: session.executor.offload(),
+    "offload": lambda feeder: feeder.executor.offload(),
     "quantize": _quantize,
     "split": _split,
 }

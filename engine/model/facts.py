@@ -23,6 +23,7 @@ from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.machine import cache_folder, write_atomically
 from caches.platform.out_of_memory import empty_allocators, in_words, is_out_of_memory, recovering
 from caches.platform.transformers_api import attn_implementation
+from caches.protocol import attention_view
 from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
 from engine.version import __version__
@@ -137,7 +138,7 @@ class ModelFacts:
     def why_not_padding_between(self, cache: EngineCache) -> str | None:
         """Why padding behind tokens in `cache`, masked out, change the logits of what comes behind it."""
         handle = cache.handle
-        imposes = bool(getattr(handle, "imposes_windows", False))
+        imposes = attention_view(handle).imposes_windows
         if imposes or any(getattr(handle, "is_sliding", ())) or _other_windows(self._model.config):
             return "pad tokens take places in windows"
         return self._why("padding between", _padding_between)

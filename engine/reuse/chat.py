@@ -20,7 +20,7 @@ from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from configs.cache import DEFAULT_CACHE
 from engine.chat_template import OPTIONS, TemplateOptions
-from engine.decoding.pauses import FindPauses, Pause
+from engine.decoding.chunking import FindPauses, Pause
 from engine.errors import EngineError, InputError, OptionError
 from engine.model.model_lock import reader_now, turn_of
 from engine.output.hf_streamers import ending

@@ -26,7 +26,7 @@ from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.out_of_memory import is_out_of_memory, recovering
 from caches.platform.torch_api import storage_key
 from caches.transfer.convert import can_migrate
-from engine.decoding.pauses import Pause
+from engine.decoding.chunking import Pause
 from engine.model.model_lock import reader_now
 from engine.model.model_runner import ModelRunner
 from engine.request.request import Request

@@ -19,6 +19,12 @@ class Counts:
     parked: int = 0
     why_alone: set[str] = field(default_factory=set)
 
+    def add_step(self, rows: int, slots: int) -> None:
+        """A step of so many rows, which reads so many slots."""
+        self.steps += 1
+        self.row_steps += rows
+        self.slots_read += slots
+
 
 @dataclass(frozen=True)
 class BatchState:

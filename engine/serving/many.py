@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from typing import Any
 
-from engine.decoding.cancellation import Cancellation
+from engine.decoding.stopping import Cancellation
 from engine.errors import InputError, OptionError, UserInterrupt
 from engine.serving.batch_request import BatchRequest
 from engine.serving.scheduler import Scheduler

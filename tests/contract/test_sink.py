@@ -222,7 +222,7 @@ def test_it_stays_exact_in_bfloat16_however_long_the_text():
     model = copy.deepcopy(model_of("llama")).to(torch.bfloat16)
     cache = generate(model, prompt(rows=1, pads=0), max_new_tokens=300).cache
     delta = torch.tensor([[cache.total_tokens + 1 - W]])
-    must = cache.rotations[0].rotated(cache.layers[0].keys[:, :, :S].float(), delta)
+    must = cache.view.rotations[0].rotated(cache.layers[0].keys[:, :, :S].float(), delta)
     cache.begin(1)
     shown, _ = cache.update(*[torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)] * 2, 0)
     assert (shown[:, :, :S].float() - must).norm() / must.norm() < 0.004

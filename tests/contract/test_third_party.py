@@ -125,8 +125,8 @@ def test_a_refused_graph_changes_nothing():
 
 @pytest.mark.parametrize("cache", [caches.DynamicCache(), caches.SinkCache(window_length=6)])
 def test_layers_that_were_not_found_yet_have_no_extra_slots_and_no_window(cache):
-    assert cache.extra_slots(3, 2) == 0
-    assert cache.imposed_window(3) is None
+    assert cache.view.extra_slots(3, 2) == 0
+    assert cache.view.imposed_window(3) is None
 
 
 def test_a_cache_can_be_renamed():

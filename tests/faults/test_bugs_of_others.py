@@ -76,7 +76,7 @@ def test_a_late_reading_that_fails_once_more_is_logged(caplog, monkeypatch):
     def process(ids, scores):
         raise TypeError("a bug")
 
-    monkeypatch.setattr("engine.decoding.loop.DecodingLoop._read_unread", fails)
+    monkeypatch.setattr("engine.decoding.transcript.Transcript.read_unread", fails)
     with caplog.at_level(logging.WARNING, logger="engine"), pytest.raises(engine.GenerationInterrupted, match="a bug"):
         engine.generate(tiny_model("llama"), prompt(), max_new_tokens=NEW, logits_processor=[process])
     assert any("a bug that comes again" in str(record.exc_info) for record in caplog.records)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import gc
+import traceback
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -19,6 +20,7 @@ import engine
 from caches.platform import host_allocator, out_of_memory
 from caches.platform.out_of_memory import is_of_onednn, is_out_of_memory, recovering, without_frames
 from caches.platform.undo import on_failure
+from caches.stores.dense import GrowingStore
 from configs import EngineConfig
 
 YES = [
@@ -194,6 +196,33 @@ def test_an_error_that_is_being_handled_keeps_its_frames():
         fails()
     assert (outcome.failure.__traceback__, outcome.failure.__context__) == (None, raised.value)
     assert "pinning" in [frame.name for frame in raised.traceback]
+
+
+@pytest.mark.parametrize("where", ["forward", "processor", "rows"])
+@pytest.mark.parametrize("on_oom", [(), EngineConfig().on_oom])
+def test_an_error_that_the_caller_is_handling_keeps_its_frames(where, on_oom, monkeypatch):
+    """Also where the run's own errors were raised in its handling."""
+    calls, model, select_rows = [], tiny_model("llama"), GrowingStore.select_rows
+    options = {"num_beams": 2} if where == "rows" else {}
+
+    def fails_once(work, *arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise Told("no memory in here")
+        return work(*arguments)
+
+    if where == "processor":
+        options["logits_processor"] = [partial(fails_once, lambda ids, scores: scores)]
+    if where == "rows":
+        monkeypatch.setattr(GrowingStore, "select_rows", lambda *arguments: fails_once(select_rows, *arguments))
+    handled, error = None, nullcontext() if on_oom else pytest.raises(engine.OutOfMemoryError)
+    try:
+        pinning(ValueError("first"), [])
+    except ValueError as first:
+        handled = first
+        with OutAt(model, [2] if where == "forward" else [], lambda: Told("no memory in here")), error:
+            assert engine.generate(model, prompt(), max_new_tokens=4, on_oom=on_oom, **options).stats.fallbacks
+    assert "pinning" in [frame.name for frame in traceback.extract_tb(handled.__traceback__)]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt(), None])

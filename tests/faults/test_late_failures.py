@@ -11,8 +11,9 @@ from transformers import LogitsProcessor
 
 import caches
 import engine
-from engine.decoding.cancellation import Cancellation
+from engine.decoding.feeder import Feeder
 from engine.decoding.model_session import ModelSession
+from engine.decoding.stopping import Cancellation
 from engine.kernels.linear_backend import has_onednn
 from engine.memory.fallbacks import Recovery
 from strategies import Greedy
@@ -27,16 +28,16 @@ class Pressed(KeyboardInterrupt):
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_interrupted_as_the_cache_has_chosen_rows(number, monkeypatch):
     model, inputs = tiny("llama")
-    select_in_cache, calls = ModelSession._select_in_cache, []
+    select_in_cache, calls = Feeder.select_in_cache, []
 
-    def interrupted(session, select):
-        select_in_cache(session, select)
+    def interrupted(feeder, select):
+        select_in_cache(feeder, select)
         calls.append(1)
         if len(calls) == number:
             raise Pressed
 
     with monkeypatch.context() as patch:
-        patch.setattr(ModelSession, "_select_in_cache", interrupted)
+        patch.setattr(Feeder, "select_in_cache", interrupted)
         with pytest.raises(Pressed) as stopped:
             engine.generate(model, inputs, **BEAMS)
     part = stopped.value.partial

@@ -316,7 +316,7 @@ class TestRequests:
 
         def watched(self, run, computed):
             advance(self, run, computed)
-            held.extend(one.driver.loop.cache_bytes for one in self._runs if one.is_parked)
+            held.extend(one.cache.device_bytes for one in self._runs if one.is_parked)
 
         monkeypatch.setattr(gen._runner, "step_together", fails_once)
         monkeypatch.setattr(Scheduler, "_advance", watched)
@@ -501,7 +501,7 @@ class TestRequests:
             if turn in (2, 4):
                 assert scheduler._runs[0].is_reading
                 with torch.no_grad():
-                    scheduler._runs[0].driver.loop.park()
+                    scheduler._runs[0].loop.session.park()
         assert request.result().tokens == expected
 
     @pytest.mark.parametrize("cache", ["dynamic", "quantized"])  # that is read again, and that moves
@@ -614,7 +614,7 @@ class TestRequests:
         for _ in range(6):
             scheduler.turn()
         with torch.no_grad():
-            scheduler._runs[1].driver.loop.park()
+            scheduler._runs[1].loop.session.park()
         while not all(request.done for request in requests):
             scheduler.turn()
         assert [request.result().tokens for request in requests] == expected
@@ -629,7 +629,7 @@ class TestRequests:
         for _ in range(15):
             scheduler.turn()
         with torch.no_grad():
-            scheduler._runs[0].driver.loop.park()
+            scheduler._runs[0].loop.session.park()
         scheduler._runs[0].is_parked, scheduler._runs[0].ended_before = True, 10
         for request in requests[1:]:
             scheduler.add(request)
@@ -676,9 +676,9 @@ class TestRequests:
         scheduler.add(request)
         scheduler._admit()
         [run] = scheduler._runs
-        assert run.driver.loop.cache_bytes > 0
+        assert run.cache.device_bytes > 0
         with torch.no_grad():
-            run.driver.loop.park()
+            run.loop.session.park()
         while not request.done:
             scheduler.turn()
         assert request.result().tokens == expected

@@ -94,7 +94,7 @@ def test_a_cache_in_use_is_left_alone():
     expected = engine.generate(model, inputs, max_new_tokens=8)
     stream = engine.stream(model, inputs, max_new_tokens=8)
     next(stream)
-    busy = stream._driver.loop._session.cache
+    busy = stream._driver.loop.session.cache
     with pytest.raises((engine.EngineError, RuntimeError), match="step is open"):
         engine.generate(model, expected.sequences, cache=busy, max_new_tokens=2)
     list(stream)

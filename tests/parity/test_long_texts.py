@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import caches
 import engine
-from engine.decoding import fed_ids, token_buffer
+from engine.decoding import feeder, token_buffer
 from engine.model import columns, growing_columns
 from engine.model.growing_columns import room_for, widened
 
@@ -146,7 +146,7 @@ def test_room_is_made_without_a_trace(call, monkeypatch):
 
     expected = generated()
     made = []
-    for module in (fed_ids, columns, token_buffer):
+    for module in (feeder, columns, token_buffer):
         monkeypatch.setattr(module, "widened", lambda tensor, *more: made.append(0) or widened(tensor, *more))
     monkeypatch.setattr(growing_columns, "_LEAST", 2)
     found = generated()
@@ -175,7 +175,7 @@ def test_positions_of_the_caller(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("module", "first"), [(fed_ids, 1), (columns, 2), (token_buffer, 3)], ids=["ids fed", "masks", "texts"]
+    ("module", "first"), [(feeder, 1), (columns, 2), (token_buffer, 3)], ids=["ids fed", "masks", "texts"]
 )
 def test_without_room_the_run_does_with_less(module, first, monkeypatch):
     """first: which call is the first one that makes more room."""

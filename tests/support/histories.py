@@ -81,7 +81,7 @@ def _is_lossless(name: str, backend: str) -> bool:
         built = new_cache(name, backend)
     except (caches.UnsupportedLayerError, ConfigError):
         return False
-    imposes = any(part.imposes_windows for part in getattr(built, "parts", ()))
+    imposes = any(part.view.imposes_windows for part in getattr(built, "parts", ()))
     return built.handle is not None and not built.is_quantized and not imposes
 
 

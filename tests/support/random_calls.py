@@ -42,7 +42,7 @@ def _is_lossless(name: str, backend: str) -> bool:
         return False
     if built.handle is None:
         return True
-    return not built.is_quantized and not any(part.imposes_windows for part in getattr(built, "parts", ()))
+    return not built.is_quantized and not any(part.view.imposes_windows for part in getattr(built, "parts", ()))
 
 
 @dataclass

@@ -86,7 +86,7 @@ ALLOWED = {
     ("docs/reference/caches.md", "driven", "::: caches.driven"): "a public name",
     ("caches/hf/classic.py", "pads", ""): "public: an argument of `SinkCache`",
     ("caches/hf/shared_methods.py", "staging", ""): "public: a key of `bytes_by_place`",
-    ("caches/hf/shared_methods.py", "seen", "seen_tokens"): "a name of transformers' caches",
+    ("caches/hf/classic_names.py", "seen", "seen_tokens"): "a name of transformers' caches",
     ("engine/memory/cache_choice.py", "driven", "driven"): "a public function of `caches`",
     ("", "drop", "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL"): "a name of transformers",
     ("", "leaves", "tree_leaves"): "a function of torch",

@@ -38,7 +38,7 @@ class Feeder:
         new = torch.randn(rows, 1, count, 5, dtype=torch.float64)
         mask = (torch.arange(200) >= torch.tensor(self.pads)[:, None]).long()
         columns = Columns(mask, 200)
-        copied = self.cache.extra_slots(0, count)
+        copied = self.cache.view.extra_slots(0, count)
         length, offset = self.cache.get_mask_sizes(count, 0)
         visible = columns.window_mask(seen, seen + count, offset, length, self.window, torch.bool, copied)
         self.cache.begin(count)
