@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches.attention.open_slots import OpenSlots
+from caches.attention.segments import KeysAndValues
 from caches.core.cache_layout import CacheLayout
 from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
@@ -147,7 +147,7 @@ class Cache(SharedMethods, TransformersCache):
         self._reached(layer_idx, KV)
         return keys_and_values
 
-    def open_slots(self, layer_idx: int) -> OpenSlots | None:
+    def open_slots(self, layer_idx: int) -> KeysAndValues | None:
         """What a layer's attention reads in a step of one token, after `begin`; None where `update` does more than
         write its last slots, or was replaced."""
         layer = self.stack.layer(layer_idx, KV)

@@ -7,8 +7,8 @@ from itertools import chain
 
 import torch
 
-from caches.attention.segmented_tensor import SegmentedTensor
-from caches.attention.segments import DenseSegment, Segment
+from caches.attention.kv_view import KeyValueView, rows_of
+from caches.attention.segments import CacheRows, DenseSegment, Segment
 from caches.memory.buffers import Buffer
 from caches.quantization.codec import Codec
 from caches.stores.quantized import QuantizedStore
@@ -37,11 +37,12 @@ class QuantizedSinkStore(QuantizedStore):
         if tokens > 1:
             return torch.cat([rotated, visible], dim=-2)
         behind = sinks.delta(1, new.device)[:, :, None, None] > 0
-        if not isinstance(visible, SegmentedTensor):
+        if not isinstance(visible, KeyValueView):
             visible[:, :, : sinks.count] = torch.where(behind, rotated, visible[:, :, : sinks.count])
             return visible
-        segments = visible.segments
-        return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), visible.base, new)
+        rows = rows_of(visible)
+        fronted = CacheRows(rows.shape, make_segments=lambda: _fronted(rows.segments(), rotated, behind))
+        return KeyValueView([fronted], new)
 
     def _note_sinks(self, added: torch.Tensor, begin: int) -> None:
         """Keep the sinks among `added` [rows, heads, tokens, width], which come after `begin` tokens of a text."""

@@ -22,7 +22,7 @@ from engine.compiling.compiled_step import compiled, first_reason, makes_graphs,
 from engine.compiling.layer_packages import ComputeAgain, LayerPackages
 from engine.errors import InputError, OptionError
 from engine.host_allocator import keep_freed_memory
-from engine.kernels import packed_attention
+from engine.kernels import attention_hook
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
 from engine.kernels.linear_routes import TORCH
 from engine.model.columns import Columns
@@ -73,7 +73,7 @@ class ModelRunner:
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         self._linears = None if self._table is None else RoutedLinears(model, self._table)
-        packed_attention.install(self)
+        attention_hook.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
         self.arguments = ForwardArguments(model)
@@ -305,18 +305,18 @@ class ModelRunner:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
             inputs, routed = self.arguments.of_compiled(inputs, step), False
-        outer = active.routes, packed_attention.active.packs  # of a step that this one is inside of
+        outer = active.routes, attention_hook.active.is_step  # of a step that this one is inside of
         layers, routes = dict[Any, Any](), None
         if routed and self._linears is not None:
             layers = self._linears.of_step(None if step.prefill else len(step.ids) * (step.end - step.begin))
             routes = layers or active.routes
         enter, leave = changes(layers, RoutedLinear)
         try:
-            active.routes, packed_attention.active.packs = routes, True
+            active.routes, attention_hook.active.is_step = routes, True
             enter()
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
         finally:  # Ctrl-C may come behind a call: there is one, the last
-            active.routes, packed_attention.active.packs = outer
+            active.routes, attention_hook.active.is_step = outer
             leave()
 
     def _in_one_graph(self, **inputs: Any) -> ModelOutput:
