@@ -9,8 +9,7 @@ import torch
 from caches import TokenLog
 from caches.platform.torch_api import always_writable
 from engine.errors import EngineError
-from engine.model.columns import Columns
-from engine.model.growing_columns import room_for, widened
+from engine.model.columns import Columns, room_for, widened
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from engine.model.facts import ModelFacts
 from engine.model.first_layer_probe import Probe, Reached
 from engine.model.forward_arguments import ForwardArguments, Step
 from engine.model.joined_step import Feed, Part, can_be_joined, joined_step
-from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies
@@ -156,7 +155,7 @@ class ModelRunner:
         A cache that imposes a window needs a mask of its own for each row, and some models make the masks themselves.
         """
         view = attention_view(cache)
-        if not view.imposes_windows or (not self.arguments.prepares_itself and takes_step_masks(self.model, view)):
+        if not view.imposes_windows or (not self.arguments.prepares_itself and self.arguments.masks.can_make(view)):
             return None
         return f"the window of its {cache.name} cache needs masks that the model does not take for each row"
 
