@@ -1,10 +1,10 @@
-"""Segments of keys or values: dense, affine-quantized, or per row."""
+"""What attention reads: keys or values of the rows of a cache, in segments: dense, affine-quantized, or per row."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -133,6 +133,66 @@ class PerRowSegment:
 
     def materialize(self) -> torch.Tensor:
         return self.segment.materialize()
+
+
+class CacheRows(NamedTuple):
+    """Keys or values of the rows of one cache, [rows, heads, slots, width] in `shape`, in segments.
+
+    tensors: the segments, where all are in memory as they are: [rows, heads, slots, width], or of prompts instead of
+    rows. make_segments: makes them otherwise. They share scratch memory: consume one before requesting the next, unless
+    `attend` is set, a kernel for all of them at once. rows_per_prefix: consecutive rows that share a prefix, see
+    `group_rows`. on_materialize: called when a model needs an ordinary tensor of them.
+    """
+
+    shape: tuple[int, int, int, int]
+    tensors: Sequence[torch.Tensor] = ()
+    make_segments: Callable[[], Iterable[Segment]] | None = None
+    rows_per_prefix: int = 1
+    attend: Attend | None = None
+    on_materialize: Callable[[], None] | None = None
+
+    @staticmethod
+    def of_tensor(tensor: torch.Tensor) -> CacheRows:
+        """Those in one tensor [rows, heads, slots, width]."""
+        rows, heads, slots, width = tensor.shape
+        return CacheRows((rows, heads, slots, width), (tensor,))
+
+    def segments(self) -> Iterable[Segment]:
+        if self.make_segments is not None:
+            return self.make_segments()
+        prompts = self.shape[0] // self.rows_per_prefix
+        segments = [DenseSegment(tensor) for tensor in self.tensors]
+        if self.rows_per_prefix == 1:
+            return segments
+        return [
+            segment if len(segment.tensor) == prompts else PerRowSegment(segment, self.rows_per_prefix)
+            for segment in segments
+        ]
+
+    def scores(self, queries: torch.Tensor) -> torch.Tensor:
+        """For keys, of queries as `group_rows` makes them: see `Segment`."""
+        return torch.cat([segment.scores(queries) for segment in self.segments()], dim=-1)
+
+    def mixed(self, weights: torch.Tensor) -> torch.Tensor:
+        """For values, of weights as `group_rows` makes them: see `Segment`."""
+        out, begin = weights.new_zeros((*weights.shape[:3], self.shape[3])), 0
+        for segment in self.segments():
+            out += segment.mixed(weights[..., begin : begin + segment.slots])
+            begin += segment.slots
+        return out
+
+    def write_to(self, out: torch.Tensor) -> None:
+        """Write them to the last slots of `out` [rows, heads, slots, width]."""
+        begin = out.shape[2] - self.shape[2]
+        for segment in self.segments():
+            dense = segment.materialize()
+            target = out[:, :, begin : begin + segment.slots]
+            target.unflatten(0, (len(dense), -1))[:] = dense[:, None]  # one prefix for all rows that share it
+            begin += segment.slots
+
+
+KeysAndValues: TypeAlias = tuple[Sequence[CacheRows], Sequence[CacheRows]]
+"""What attention of a layer reads of one cache or of several."""
 
 
 def group_rows(of_rows: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from caches.attention.open_slots import OpenSlots
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
+from caches.attention.segments import KeysAndValues
 from caches.core.classic_layer import ClassicLayer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
@@ -66,7 +66,7 @@ class Layer(ClassicLayer):
         self._is_reached = True
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
 
-    def open_slots(self) -> OpenSlots | None:
+    def open_slots(self) -> KeysAndValues | None:
         """Of its keys and values."""
         return open_slots(self.stores["keys"], self.stores["values"])
 

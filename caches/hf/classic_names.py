@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.core.layer import Layer
 from caches.core.row_copies import select_rows
 from caches.core.wrapped_layer import WrappedLayer

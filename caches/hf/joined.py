@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches.attention.joined_tensor import JoinedTensor
-from caches.attention.open_slots import OpenSlots, joined_slots
+from caches.attention.kernels import most_slots
+from caches.attention.kv_view import KeyValueView, rows_of
+from caches.attention.segments import CacheRows, KeysAndValues
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.layers.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
@@ -87,19 +88,23 @@ class JoinedCaches(TransformersCache, AttentionView):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
         pairs = [cache.update(keys, values, layer_idx) for cache, keys, values in inputs]
-        keys = [keys for keys, _ in pairs]
-        is_visible = self.are_visible(layer_idx, max(tensor.shape[2] for tensor in keys))
-        return JoinedTensor(keys, is_visible), JoinedTensor([values for _, values in pairs], is_visible)
+        keys, values = ([rows_of(tensor) for tensor in tensors] for tensors in zip(*pairs, strict=True))
+        is_visible = self.are_visible(layer_idx, most_slots(keys))
+        return (
+            KeyValueView(keys, key_states, is_visible=is_visible),
+            KeyValueView(values, value_states, is_visible=is_visible),
+        )
 
-    def open_slots(self, layer_idx: int) -> OpenSlots | None:
+    def open_slots(self, layer_idx: int) -> KeysAndValues | None:
         """See `Cache.open_slots`."""
-        opened = []
+        keys, values = list[CacheRows](), list[CacheRows]()
         for cache in self.parts:
             slots = cache.open_slots(layer_idx)
             if slots is None:
                 return None
-            opened.append(slots)
-        return joined_slots(opened)
+            keys += slots[0]
+            values += slots[1]
+        return keys, values
 
     def are_visible(self, layer_idx: int, slots: int) -> bool:
         """Whether a new token attends to all of at most so many slots."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from caches.attention.open_slots import OpenSlots
+from caches.attention.segments import KeysAndValues
 from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
@@ -95,7 +95,7 @@ class ModelCalls(ClassicNames):
         self._reached(layer_idx, KV)
         return keys_and_values
 
-    def open_slots(self, layer_idx: int) -> OpenSlots | None:
+    def open_slots(self, layer_idx: int) -> KeysAndValues | None:
         """What a layer's attention reads in a step of one token, after `begin`; None where `update` does more than
         write its last slots, or was replaced."""
         layer = self.stack.layer(layer_idx, KV)

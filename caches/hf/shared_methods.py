@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack

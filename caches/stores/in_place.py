@@ -5,9 +5,7 @@ Other stores change what they are given, or copy it.
 
 from __future__ import annotations
 
-import torch
-
-from caches.attention.open_slots import OpenSlots
+from caches.attention.segments import CacheRows, KeysAndValues
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.sink import SinkStore
@@ -21,21 +19,20 @@ def own_memory(store: Store | None) -> GrowingStore | None:
     return tensor if isinstance(tensor, GrowingStore) else None
 
 
-def open_slots(keys: Store, values: Store) -> OpenSlots | None:
-    """Those of the stores of a layer, in a step of one token; None where their `append` does more than write there."""
-    of_keys, of_values = _segments(keys), _segments(values)
-    if of_keys is None or of_values is None:
-        return None
-    return OpenSlots(of_keys, of_values, [of_keys[-1].shape[0], len(of_keys)])
+def open_slots(keys: Store, values: Store) -> KeysAndValues | None:
+    """What a layer's attention reads in a step of one token, the last slot of each row not written yet; None where
+    `append` does more than write there."""
+    of_keys, of_values = _rows(keys), _rows(values)
+    return None if of_keys is None or of_values is None else ([of_keys], [of_values])
 
 
-def _segments(store: Store) -> list[torch.Tensor] | None:
-    """What `append` is about to return, in segments."""
-    if isinstance(store, ForkedStore):
-        prefix = store.prefix.read() if _is_plain(store.prefix) else None
-        return None if prefix is None or (suffix := _segments(store.suffix)) is None else [prefix, *suffix]
-    slots = store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
-    return None if slots is None else [slots]
+def _rows(store: Store) -> CacheRows | None:
+    """What `append` is about to return."""
+    if not isinstance(store, ForkedStore):
+        slots = store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
+        return None if slots is None else CacheRows.of_tensor(slots)
+    prefix = store.prefix.read() if _is_plain(store.prefix) else None
+    return None if prefix is None or (suffix := _rows(store.suffix)) is None else store.rows_of(prefix, *suffix.tensors)
 
 
 def _is_plain(store: Store) -> bool:

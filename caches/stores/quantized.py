@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from caches.attention.segmented_tensor import SegmentedTensor
-from caches.attention.segments import Attend, DenseSegment, Segment
+from caches.attention.kv_view import KeyValueView
+from caches.attention.segments import Attend, CacheRows, DenseSegment, Segment
 from caches.memory.buffers import Buffer
 from caches.platform.torch_api import always_writable
 from caches.quantization.codec import Codec, Parts
@@ -142,8 +142,9 @@ class QuantizedStore:
         attend = self.codec.attend(exact)
         decoded = self._decoded(begin, block, exact, attend)
         slots = timeline.encoded - timeline.start + exact.shape[2]
-        base = (exact.shape[0], exact.shape[1], slots, exact.shape[3])
-        view = SegmentedTensor(lambda: chain(decoded(), (DenseSegment(exact),)), base, exact, attend=attend)
+        shape = (exact.shape[0], exact.shape[1], slots, exact.shape[3])
+        segments = lambda: chain(decoded(), (DenseSegment(exact),))  # noqa: E731
+        view = KeyValueView([CacheRows(shape, make_segments=segments, attend=attend)], exact)
         return view.materialize() if lasting else view
 
     def _decoded(

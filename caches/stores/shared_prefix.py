@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from caches.attention.dense_attention import attend_to
-from caches.attention.segmented_tensor import SegmentedTensor, segments_of
-from caches.attention.segments import PerRowSegment, Segment
+from caches.attention.kv_view import KeyValueView, rows_of
+from caches.attention.segments import CacheRows, PerRowSegment, Segment
 from caches.errors import StepError
 from caches.memory.buffers import Buffer
 from caches.stores.store import Store, check_alike
@@ -47,25 +46,29 @@ class ForkedStore:
         prefix = self.prefix.committed()
         return None if prefix is None else self._view(prefix, self.suffix.committed())
 
-    def _view(self, prefix: torch.Tensor, suffix: torch.Tensor | None) -> SegmentedTensor:
-        # As it is now: rows may change before the view is read again.
+    def _view(self, prefix: torch.Tensor, suffix: torch.Tensor | None) -> KeyValueView:
+        rows = self.rows_of(prefix) if suffix is None else self.rows_of(prefix, suffix)
+        return KeyValueView([rows], prefix)
+
+    def rows_of(self, *tensors: torch.Tensor) -> CacheRows:
+        """The prefix and what comes after it, as what attention reads."""
+        # As it is now: rows may change before this is read.
         rows_per_prefix = self.timeline.rows_per_prefix
-        prompts, heads, tokens, width = prefix.shape
+        prompts, heads, _, width = tensors[0].shape
+        are_in_full = not any(isinstance(tensor, KeyValueView) for tensor in tensors)
 
         def segments() -> Iterator[Segment]:
-            yield from segments_of(prefix)
-            later = () if suffix is None else segments_of(suffix)
-            yield from (PerRowSegment(segment, rows_per_prefix) for segment in later) if rows_per_prefix > 1 else later
+            for number, tensor in enumerate(tensors):
+                for segment in rows_of(tensor).segments():
+                    is_shared = number == 0 or rows_per_prefix == 1
+                    yield segment if is_shared else PerRowSegment(segment, rows_per_prefix)
 
-        tokens += 0 if suffix is None else suffix.shape[2]
-        shape = (prompts * rows_per_prefix, heads, tokens, width)
-        return SegmentedTensor(
-            segments,
-            shape,
-            prefix,
-            self.timeline.note_materialized,
-            rows_per_prefix=rows_per_prefix,
-            attend=attend_to(prefix, suffix),
+        return CacheRows(
+            (prompts * rows_per_prefix, heads, sum(tensor.shape[2] for tensor in tensors), width),
+            tensors if are_in_full else (),
+            None if are_in_full else segments,
+            rows_per_prefix,
+            on_materialize=self.timeline.note_materialized,
         )
 
     def merge(self) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from caches.attention.segmented_tensor import SegmentedTensor, plain
-from caches.attention.segments import DenseSegment, Segment
+from caches.attention.kv_view import KeyValueView, plain, rows_of
+from caches.attention.segments import CacheRows, DenseSegment, Segment
 from caches.errors import StepError
 from caches.layers.rope import RopeRotation
 from caches.platform.as_tensor import as_tensor
@@ -189,9 +189,10 @@ class SinkStore:
 
     def _with_front(self, visible: torch.Tensor) -> torch.Tensor:
         rotated, behind = self.sinks.rotated(1), self.sinks.is_behind(visible.device)
-        if isinstance(visible, SegmentedTensor):
-            segments = visible.segments
-            return SegmentedTensor(lambda: _fronted(segments(), rotated, behind), visible.base, visible)
+        if isinstance(visible, KeyValueView):
+            rows = rows_of(visible)
+            fronted = CacheRows(rows.shape, make_segments=lambda: _fronted(rows.segments(), rotated, behind))
+            return KeyValueView([fronted], visible)
         front = visible[:, :, : self.sinks.count]
         front.copy_(torch.where(behind, rotated, front))
         return visible

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import StaticLayer
 
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.core.layer import Layer
 from caches.errors import UnknownContentError
 from caches.hf.adapter import HFCacheAdapter

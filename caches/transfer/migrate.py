@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.core.layer import TensorHolder
 from caches.core.layer_stack import LayerStack
 from caches.errors import StepError

@@ -20,10 +20,10 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
-from caches.attention.dense_attention import KERNELS, close_layers, like_found, open_layers
+from caches.attention.kernels import KERNELS, close_layers, empty_output, most_slots, open_layers
 from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
-from engine.kernels.packed_attention import is_plain
+from engine.kernels.attention_hook import is_plain
 
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query [rows, heads, tokens, width], key and value [rows, kv_heads, tokens, width] of the new tokens to what
@@ -73,7 +73,7 @@ def _are_opened(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> boo
         if of_layer is None:
             return False
         slots.append(of_layer)
-    if isinstance(handle, JoinedCaches) and handle.are_visible(layers[0].number, slots[0].most):
+    if isinstance(handle, JoinedCaches) and handle.are_visible(layers[0].number, most_slots(slots[0][0])):
         mask = None
     return open_layers(slots, mask, [layer.options.get("scaling") for layer in layers])
 
@@ -239,7 +239,7 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
         return _running.compute(query, key, value).contiguous()
     except BaseException as error:  # on its way through compiled code it would lose its type
         _running.error = error
-        return like_found(query, key, value).zero_()
+        return empty_output(query, key, value).zero_()
 
 
 _LIBRARY = library.Library("kvengine", "FRAGMENT")  # is kept: its end is that of the operator

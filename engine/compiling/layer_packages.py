@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from caches import CacheError, read_specs
-from caches.attention.dense_attention import KERNELS, close_layers
+from caches.attention.kernels import KERNELS, close_layers
 from caches.platform.out_of_memory import first_line, in_words, is_out_of_memory
 from caches.platform.torch_api import hooks_of
 from caches.platform.transformers_api import attn_implementation, records_outputs

@@ -19,7 +19,7 @@ import torch
 from filelock import FileLock
 from torch import nn
 
-from caches.attention.dense_attention import KERNELS as ATTENTION_KERNELS
+from caches.attention.kernels import KERNELS as ATTENTION_KERNELS
 from caches.platform.machine import write_atomically
 from caches.platform.torch_api import compile_package, state_without_hooks
 from engine.compiling.layer_step import LayerStep, dynamic_shapes

@@ -17,8 +17,7 @@ from caches.protocol import capabilities
 from caches.transfer.split_rows import SplitCache
 from engine.decoding.forward_executor import CollectedOutputs, ForwardExecutor
 from engine.errors import EngineError, InputError
-from engine.model.columns import Columns
-from engine.model.growing_columns import room_for, widened
+from engine.model.columns import Columns, room_for, widened
 from engine.model.model_lock import reader_now
 from engine.parallel.ranks import OneProcess, PeerError, PeerOutOfMemory
 from engine.request.inputs.encoder import largest_matrix_bytes, source_of

@@ -13,7 +13,7 @@ import torch
 from caches import TokenLog
 from caches.platform.device_state import ASYNCHRONOUS, reads_late
 from caches.platform.torch_api import always_writable
-from engine.model.growing_columns import room_for, widened
+from engine.model.columns import room_for, widened
 
 Sent: TypeAlias = "tuple[torch.Tensor, torch.Event | None]"
 """A tensor that is copied to the host, and the event of its arrival."""

@@ -11,7 +11,7 @@ from typing import cast
 
 import caches
 from caches import EngineCache
-from caches.attention.segmented_tensor import SegmentedTensor, segments_of
+from caches.attention.kv_view import KeyValueView, rows_of
 from caches.core.layer import Layer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.protocol import attention_view
@@ -178,9 +178,9 @@ class DryRun:
         for write in writes:
             result = write.repeat(self.cache, self._rows, self._run_shape.source_tokens if write.part else tokens)
             returned = result if reads and isinstance(result, tuple) else ()
-            views = [tensor for tensor in returned if isinstance(tensor, SegmentedTensor)]
+            views = [tensor for tensor in returned if isinstance(tensor, KeyValueView)]
             for view in views:
-                for segment in segments_of(view):
+                for segment in rows_of(view).segments():
                     # For few queries there are kernels, where attention takes segments at all.
                     in_full = tokens > 1 or not self._footprint.shares[write.part]
                     if in_full and isinstance(segment, QuantizedSegment):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.kv_view import KeyValueView
 from caches.platform.torch_api import TorchDispatchMode, storage_key, tree_leaves
 
 
@@ -61,7 +61,7 @@ class FusedAttention(TorchFunctionMode):
         if func is nn.functional.scaled_dot_product_attention:
             query, _, value = (*args, *kwargs.values())[:3]
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            if query.shape[-1] == value.shape[-1] and not isinstance(value, SegmentedTensor):
+            if query.shape[-1] == value.shape[-1] and not isinstance(value, KeyValueView):
                 added = mask.to(query.dtype) if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool else None
                 out = query.new_empty(query.shape)
                 del added

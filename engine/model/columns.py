@@ -6,7 +6,9 @@ import copy
 
 import torch
 
-from engine.model.growing_columns import room_for, widened
+from caches.platform.torch_api import always_writable
+
+_LEAST = 256  # spare columns behind the prompt at first
 
 
 class Columns:
@@ -80,38 +82,6 @@ class Columns:
             self._step_masks[dtype] = visible if dtype == torch.bool else additive(visible, dtype)
         return self._step_masks[dtype][..., begin:end]
 
-    def window_mask(
-        self, begin: int, end: int, offset: int, length: int, window: int | None, dtype: torch.dtype, copied: int
-    ) -> torch.Tensor:
-        """The mask of the tokens in columns [begin, end) over `length` columns from `offset` on.
-
-        window: columns that a token attends to, itself included; None for all. copied: key slots in front, a copy of
-        the sinks for each token; a token whose window no longer has the row's first tokens sees its own copy instead
-        of the oldest columns of the window. Returns [rows or 1, 1, end - begin, copied + length].
-        """
-        self.reserve(end)
-        tokens = torch.arange(begin, end, device=self.device)[:, None]
-        columns = torch.arange(offset, offset + length, device=self.device)
-        visible = columns <= tokens
-        if window is not None:
-            visible &= columns > tokens - window
-        visible = visible[None, None]
-        if copied:
-            assert window is not None
-            sinks = copied // (end - begin)
-            behind = tokens - window >= self.left_padding.to(self.device)[:, None, None, None]  # [rows, 1, tokens, 1]
-            visible = visible & (~behind | (columns > tokens - window + sinks))
-            own_copies = torch.arange(begin, end, device=self.device).repeat_interleave(sinks) == tokens
-        if self._mask is not None:
-            real = torch.zeros(len(self._mask), length, dtype=torch.bool, device=self.device)
-            unmasked = self._mask[:, max(offset, 0) : offset + length] != 0
-            real[:, max(-offset, 0) : max(-offset, 0) + unmasked.shape[1]] = unmasked
-            # Padding attends to itself: softmax over no column would be NaN.
-            visible = (visible & real[:, None, None]) | (columns == tokens)
-        if copied:
-            visible = torch.cat([behind & own_copies, visible], dim=-1)
-        return visible if dtype == torch.bool else additive(visible, dtype)
-
     def positions(self, begin: int, end: int) -> torch.Tensor:
         """Position ids [..., end - begin]."""
         self.reserve(end)
@@ -137,3 +107,23 @@ class Columns:
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bool mask as it is added to scores of this data type."""
     return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+def room_for(columns: int, max_columns: int, allocated: int = 0) -> int:
+    """The columns to allocate so that `columns` fit: 1.5 times the `allocated` ones, and at most `max_columns`.
+
+    allocated: 0 for a new tensor with a prompt of `columns`.
+    """
+    if allocated == 0:
+        return min(max_columns, columns + _LEAST)
+    return allocated if columns <= allocated else min(max_columns, max(columns, allocated + allocated // 2))
+
+
+def widened(tensor: torch.Tensor, columns: int, fill: int | torch.Tensor = 0) -> torch.Tensor:
+    """`tensor` [..., n] with `columns` columns; new ones are `fill`, a number or a tensor [...]."""
+    first_new = tensor.shape[-1]
+    with always_writable():
+        wide = tensor.new_empty((*tensor.shape[:-1], columns))
+    wide[..., :first_new] = tensor
+    wide[..., first_new:] = fill if isinstance(fill, int) else fill[..., None]
+    return wide

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from caches import EngineCache, mask_kinds, read_specs
-from caches.protocol import attention_view
+from caches import EngineCache
 from engine.model.cache_argument import cache_argument
 from engine.model.columns import Columns
 from engine.model.first_layer_probe import Probe
 from engine.model.forward_parameters import forward_parameters
-from engine.model.masks import contiguous, graph_mask, masks_of_step, of_all_rows, one_token_mask, takes_step_masks
+from engine.model.masks import StepMasks, contiguous
 from engine.model.model_inputs import ModelInputs
 from engine.prompt import ENCODED
 
@@ -37,7 +35,8 @@ class Step(NamedTuple):
 class ForwardArguments:
     """Of one model. of_cache: the one that takes the cache.
 
-    prepares_itself: whether the model's class makes the arguments of a forward in a way of its own.
+    masks: its attention masks. prepares_itself: whether the model's class makes the arguments of a forward in a way of
+    its own.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -47,15 +46,7 @@ class ForwardArguments:
         prepare = type(model).prepare_inputs_for_generation
         self.prepares_itself = prepare is not GenerationMixin.prepare_inputs_for_generation
         self.of_cache = cache_argument(model)
-
-    @cached_property
-    def mask_kinds(self) -> str | dict[str, str]:
-        """See `caches.mask_kinds`."""
-        return mask_kinds(self._model.config)
-
-    @cached_property
-    def _keeps_columns(self) -> bool:
-        return not self.of_cache.can_be_ours or any(spec.keeps_kv for spec in read_specs(self._model.config))
+        self.masks = StepMasks(model, self.of_cache.can_be_ours)
 
     def of(self, step: Step, inputs: ModelInputs, logits: int) -> dict[str, Any]:
         """Those of a step. logits: after how many of the last tokens."""
@@ -68,9 +59,10 @@ class ForwardArguments:
                 inputs.embeds, step.ids, max(first_column, 0), step.end - step.before
             )
             arguments.pop("input_ids", None)
-        if step.end - step.begin > 1 and (view := attention_view(step.cache)).imposes_windows:
-            mask = masks_of_step(self._model, view, self.mask_kinds, step.columns, step.begin, step.end)
-            arguments["attention_mask"] = mask
+        if step.end - step.begin > 1:
+            mask = self.masks.in_place_of_2d(step.cache, step.columns, step.begin, step.end)
+            if mask is not None:
+                arguments["attention_mask"] = mask
         return arguments
 
     def of_compiled(self, arguments: dict[str, Any], step: Step) -> dict[str, Any]:
@@ -84,14 +76,8 @@ class ForwardArguments:
     def fixed(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
         """Ids, positions and mask of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
-        view = attention_view(cache)
-        if not self._keeps_columns:
-            mask = None  # a new token is never padding
-        elif view.imposes_windows or takes_step_masks(self._model, view):
-            mask = masks_of_step(self._model, view, self.mask_kinds, columns, end - 1, end)
-        else:
-            mask = graph_mask(self._model, cache.handle, self.mask_kinds, columns.mask(end), positions)
-        return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": of_all_rows(mask, len(ids))}
+        mask = self.masks.of_graph(cache, columns, positions, end, len(ids))
+        return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": mask}
 
     def taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Those of the inputs that the model's forward takes."""
@@ -101,8 +87,9 @@ class ForwardArguments:
         """Those of a step, before embeddings take the place of ids."""
         columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
         is_encoder_decoder = self._is_encoder_decoder
+        mask = self.masks.of_columns(columns, begin, end)
         arguments: dict[str, Any] = {
-            "decoder_attention_mask" if is_encoder_decoder else "attention_mask": self._mask(columns, begin, end),
+            "decoder_attention_mask" if is_encoder_decoder else "attention_mask": mask,
             **self.of_cache.inputs(cache.handle),
             "logits_to_keep": 1,
         }
@@ -124,8 +111,8 @@ class ForwardArguments:
                 **(self.taken(arguments) | {"use_cache": arguments["use_cache"]} | model_kwargs),
             )
         if end - begin == 1:
-            mask = one_token_mask(self._model, cache.handle, self.mask_kinds, columns, end)
-            arguments["attention_mask"] = arguments["attention_mask"] if mask is None else mask
+            own_mask = self.masks.in_place_of_2d(cache, columns, begin, end)
+            arguments["attention_mask"] = mask if own_mask is None else own_mask
         arguments["input_ids"] = step.ids[:, max(begin - step.before, 0) : end - step.before]
         if self._gives_positions(columns):
             arguments["position_ids"] = columns.positions(begin, end)
@@ -136,13 +123,6 @@ class ForwardArguments:
     def _gives_positions(self, columns: Columns) -> bool:
         """Models without a cache count the tokens themselves: reformer fails where it has to pad given positions."""
         return self.of_cache.can_be_ours or not columns.are_plain
-
-    def _mask(self, columns: Columns, begin: int, end: int) -> torch.Tensor | None:
-        """The 2D mask of a step. Models that keep only recurrent states get the columns of the new tokens alone."""
-        mask = columns.mask(end)
-        if mask is None or self._keeps_columns:
-            return mask
-        return mask[:, begin:] if end - begin > 1 else None
 
     def _embedded(self, embeds: torch.Tensor, ids: torch.Tensor, begin: int, end: int) -> torch.Tensor:
         """Embeddings [rows, end - begin, hidden_size]: those given, then those of the ids that come after them."""

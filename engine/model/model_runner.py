@@ -22,7 +22,7 @@ from caches.protocol import attention_view
 from engine.compiling.compiled_step import compiled, first_reason, makes_graphs, step_of
 from engine.compiling.layer_packages import ComputeAgain, LayerPackages
 from engine.errors import InputError, OptionError
-from engine.kernels import packed_attention
+from engine.kernels import attention_hook
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
 from engine.kernels.linear_routes import TORCH
 from engine.model.columns import Columns
@@ -30,7 +30,6 @@ from engine.model.facts import ModelFacts
 from engine.model.first_layer_probe import Probe, Reached
 from engine.model.forward_arguments import ForwardArguments, Step
 from engine.model.joined_step import Feed, Part, can_be_joined, joined_step
-from engine.model.masks import takes_step_masks
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_lock import turn_of
 from engine.model.rope_frequencies import Frequencies
@@ -73,7 +72,7 @@ class ModelRunner:
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         self._linears = None if self._table is None else RoutedLinears(model, self._table)
-        packed_attention.install(self)
+        attention_hook.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
         self.arguments = ForwardArguments(model)
@@ -156,7 +155,7 @@ class ModelRunner:
         A cache that imposes a window needs a mask of its own for each row, and some models make the masks themselves.
         """
         view = attention_view(cache)
-        if not view.imposes_windows or (not self.arguments.prepares_itself and takes_step_masks(self.model, view)):
+        if not view.imposes_windows or (not self.arguments.prepares_itself and self.arguments.masks.can_make(view)):
             return None
         return f"the window of its {cache.name} cache needs masks that the model does not take for each row"
 
@@ -305,18 +304,18 @@ class ModelRunner:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
             inputs, routed = self.arguments.of_compiled(inputs, step), False
-        outer = active.routes, packed_attention.active.packs  # of a step that this one is inside of
+        outer = active.routes, attention_hook.active.is_step  # of a step that this one is inside of
         layers, routes = dict[Any, Any](), None
         if routed and self._linears is not None:
             layers = self._linears.of_step(None if step.prefill else len(step.ids) * (step.end - step.begin))
             routes = layers or active.routes
         enter, leave = changes(layers, RoutedLinear)
         try:
-            active.routes, packed_attention.active.packs = routes, True
+            active.routes, attention_hook.active.is_step = routes, True
             enter()
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
         finally:  # Ctrl-C may come behind a call: there is one, the last
-            active.routes, packed_attention.active.packs = outer
+            active.routes, attention_hook.active.is_step = outer
             leave()
 
     def _in_one_graph(self, **inputs: Any) -> ModelOutput:

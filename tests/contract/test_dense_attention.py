@@ -9,14 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import caches
 import engine
-from caches.attention import dense_attention
-from caches.attention.dense_attention import close_layers, one_token_attention, open_layers
-from caches.attention.joined_tensor import JoinedTensor
-from caches.attention.open_slots import OpenSlots
-from caches.attention.segmented_tensor import SegmentedTensor, plain
-from caches.attention.segments import DenseSegment, PerRowSegment
-from caches.stores import shared_prefix
-from engine.kernels import packed_attention
+from caches.attention import dispatch, kernels
+from caches.attention.kernels import attention, close_layers, most_slots, open_layers
+from caches.attention.kv_view import KeyValueView, plain, rows_of
+from caches.attention.segments import CacheRows
 
 
 def no_copy():
@@ -25,13 +21,16 @@ def no_copy():
 
 def view(prefixes, own, rows_per_prefix):
     """Keys or values of rows that share `prefixes`, with what is their `own` behind."""
-    segments = [DenseSegment(one) for one in prefixes] + [
-        PerRowSegment(DenseSegment(one), rows_per_prefix) for one in own
-    ]
+    tensors = (*prefixes, *own)
     prompts, heads, _, width = prefixes[0].shape
-    base = (prompts * rows_per_prefix, heads, sum(one.slots for one in segments), width)
-    attend = dense_attention.attention
-    return SegmentedTensor(lambda: segments, base, prefixes[0], no_copy, rows_per_prefix=rows_per_prefix, attend=attend)
+    shape = (prompts * rows_per_prefix, heads, sum(one.shape[2] for one in tensors), width)
+    rows = CacheRows(shape, tensors, None, rows_per_prefix, on_materialize=no_copy)
+    return KeyValueView([rows], prefixes[0])
+
+
+def one_token_attention(query, keys, values, *options):
+    """The kernel's, of the keys and values of each cache."""
+    return attention(query, [rows_of(one) for one in keys], [rows_of(one) for one in values], *options)
 
 
 @needs_kernels
@@ -84,8 +83,8 @@ def test_rows_of_several_caches(threads, mask):
         four = view([wide(1, heads, 500, width)], [wide(4, heads, 7, width)], 4)
         return [four, *others, view([wide(2, heads, 130, width)], [wide(6, heads, 3, width)], 3)]
 
-    keys, values = (JoinedTensor(parts(), is_visible=True) for _ in range(2))
-    rows, slots = keys.shape[0], keys.shape[2]
+    all_keys, all_values = parts(), parts()
+    rows, slots = sum(one.shape[0] for one in all_keys), max(one.shape[2] for one in all_keys)
     queries, is_seen = 3 * torch.randn(rows, heads * repeats, 1, width), torch.ones(rows, 1, 1, slots).bool()
     if mask is not None:
         is_seen = torch.rand(rows, 1, 1, slots) < 0.7
@@ -93,15 +92,15 @@ def test_rows_of_several_caches(threads, mask):
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, -torch.inf)
     given = {None: None, "seen": is_seen, "added": added}[mask]
     with threads_of_torch(threads):
-        found = one_token_attention(queries, keys.parts, values.parts, given, scale=0.2)
+        found = one_token_attention(queries, all_keys, all_values, given, 0.2)
     first = 0
-    for of_keys, of_values in zip(keys.parts, values.parts, strict=True):
+    for of_keys, of_values in zip(all_keys, all_values, strict=True):
         own = slice(first, first + of_keys.shape[0])
         expected = scaled_dot_product_attention(
             queries[own].double(), plain(of_keys).double(), plain(of_values).double(), scale=0.2, enable_gqa=True,
             attn_mask=is_seen[own, ..., slots - of_keys.shape[2] :],
         )  # fmt: skip
-        torch.testing.assert_close(found[own].transpose(1, 2).double(), expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(found[own].double(), expected, atol=2e-5, rtol=1e-4)
         first = own.stop
     assert first == rows
 
@@ -127,7 +126,7 @@ def test_rows_of_their_own(rows, heads, repeats, width, slots, threads, mask):
     expected = scaled_dot_product_attention(
         query.double(), keys.double(), values.double(), attn_mask=double, enable_gqa=True
     )
-    torch.testing.assert_close(found.double(), expected.transpose(1, 2), atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
 
 
 @needs_kernels
@@ -140,7 +139,7 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
     made = lambda: engine.generate(model, prompt(), cache=cache, max_new_tokens=12).sequences  # noqa: E731
     expected = made()
     assert not taken
-    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
     assert made().equal(expected)
     assert len(taken) == 11 * model.config.num_hidden_layers
 
@@ -155,35 +154,36 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
 def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     """parts: the rows and own slots of each cache. prompts: how many each shares, of 30 slots."""
     torch.manual_seed(0)
-    rows, buffers, slots, full = sum(rows for rows, _ in parts), [], OpenSlots([], [], []), []
+    rows, buffers, slots, full = sum(rows for rows, _ in parts), [], ([], []), []
     query = torch.randn(rows, 1, heads * repeats, width).transpose(1, 2)
     new = [torch.randn(rows, 1, heads, width).transpose(1, 2) for _ in range(2)]
     first = 0
     for own, count in parts:
-        slots.parts.extend((own, 1 + (prompts > 0)))
-        for segments, one in zip(slots[:2], new, strict=True):
+        for caches_rows, one in zip(slots, new, strict=True):
             shared = [torch.randn(prompts, heads, 30, width)] if prompts else []
             # A view of some rows and slots of a cache's buffer.
             buffer = wide(own + 1, heads, count + 7, width)
             view, after = buffer[:own, :, 3 : 3 + count], buffer.clone()
             after[:own, :, 2 + count] = one[first : first + own, :, 0]
-            segments.extend((*shared, view))
+            shape = (own, heads, count + 30 * (prompts > 0), width)
+            caches_rows.append(CacheRows(shape, (*shared, view)))
             buffers.append((buffer, after))
             both = [part.repeat_interleave(own // prompts, 0) for part in shared]
             full.append(torch.cat([*both, after[:own, :, 3 : 3 + count]], 2).double())
         first += own
-    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, slots.most) < 0.7
+    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, most_slots(slots[0])) < 0.7
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
-    other = OpenSlots([one.clone() for one in slots.keys], [one.clone() for one in slots.values], slots.parts)
-    attend = dense_attention.KERNELS.or_error().layer_attention
+    other = tuple([rows._replace(tensors=[one.clone() for one in rows.tensors]) for rows in part] for part in slots)
+    attend = kernels.KERNELS.or_error().layer_attention
     assert open_layers([other, slots], given, [None, 0.3])
     attend(query, *new)
     assert not any(torch.equal(buffer, after) for buffer, after in buffers)
     found = attend(query, *new)
     assert all(torch.equal(buffer, after) for buffer, after in buffers)
-    assert all(map(torch.equal, [*other.keys, *other.values], [*slots.keys, *slots.values]))
+    for one, another in zip((*other[0], *other[1]), (*slots[0], *slots[1]), strict=True):
+        assert all(map(torch.equal, one.tensors, another.tensors))
     with pytest.raises(RuntimeError, match="all of 2 open layers are computed already"):
         attend(query, *new)
     close_layers()
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_not_appended(changes, why):
     given = {"query": torch.zeros(3, 4, 1, 8), "key": torch.zeros(3, 2, 1, 8), "value": torch.zeros(3, 2, 1, 8),
              "keys": slots_of(2, 1), "values": slots_of(2, 1), "parts": [2, 1, 1, 1], "mask": None,
              "scale": 1.0}  # fmt: skip
-    operators = dense_attention.KERNELS.or_error()
+    operators = kernels.KERNELS.or_error()
 
     def append(query, key, value, keys, values, parts, mask, scale):
         operators.open_layers(keys, values, parts, mask, [scale])
@@ -238,7 +238,7 @@ def test_what_does_not_fit_is_not_appended(changes, why):
 @needs_kernels
 def test_what_no_token_is_appended_to():
     slots = torch.zeros(2, 2, 5, 8)
-    opened = lambda one, mask=None: open_layers([OpenSlots([one], [one], [2, 1])], mask, [None])  # noqa: E731
+    opened = lambda one, mask=None: open_layers([([CacheRows.of_tensor(one)],) * 2], mask, [None])  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
         (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)), (slots, torch.ones(2, 1, 2, 5)),
@@ -251,9 +251,9 @@ def test_what_no_token_is_appended_to():
         assert opened(slots)
     with torch.autocast("cpu"), torch.no_grad():
         assert not opened(slots)
-    other = OpenSlots([slots[:1], slots], [slots[:1], slots], [2, 2])
+    other = [CacheRows((2, 2, 10, 8), (slots[:1], slots))]
     with torch.no_grad():
-        assert not open_layers([OpenSlots([slots] * 2, [slots] * 2, [2, 1, 2, 1]), other], None, [None] * 2)
+        assert not open_layers([([CacheRows.of_tensor(slots)] * 2,) * 2, (other, other)], None, [None] * 2)
     close_layers()
 
 
@@ -294,7 +294,7 @@ def test_caches_that_it_cannot_read(part):
 @pytest.fixture
 def taken(monkeypatch):
     """What the kernel was called with."""
-    operators, calls = dense_attention.KERNELS.or_none(), []
+    operators, calls = kernels.KERNELS.or_none(), []
 
     class Counting:
         def dense_attention(self, queries, keys, values, parts, *others):
@@ -304,7 +304,7 @@ def taken(monkeypatch):
         def __getattr__(self, name):
             return getattr(operators, name)
 
-    monkeypatch.setattr(dense_attention.KERNELS, "or_error", Counting)
+    monkeypatch.setattr(kernels.KERNELS, "or_error", Counting)
     return calls
 
 
@@ -324,7 +324,7 @@ def test_the_text_is_that_of_torchs_attention(strategy, name, cache, taken, monk
     made = lambda: engine.generate(model, prompt(), cache=cache, max_new_tokens=12, **OPTIONS[strategy])  # noqa: E731
     found = made()
     used = len(taken)
-    monkeypatch.setattr(shared_prefix, "attend_to", lambda prefix, suffix: None)
+    monkeypatch.setattr(kernels, "attention", lambda *arguments: None)
     assert made().sequences.equal(found.sequences)
     assert 0 < used == len(taken)
 
@@ -345,7 +345,7 @@ def test_rows_of_a_branch_share_what_it_shares(taken, monkeypatch):
     found = logits()
     assert taken
     assert all(call == [[PROMPTS, ROWS], [ROWS, 2]] for call in taken)
-    monkeypatch.setattr(shared_prefix, "attend_to", lambda prefix, suffix: None)
+    monkeypatch.setattr(kernels, "attention", lambda *arguments: None)
     torch.testing.assert_close(found, logits(), atol=1e-4, rtol=1e-4)
 
 
@@ -389,8 +389,9 @@ def test_autocast_computes_in_its_own_type(taken):
     torch.zeros(1, 2, 8, 3).mT,
 ])  # fmt: skip
 def test_what_it_cannot_read(keys):
-    assert dense_attention.attend_to(keys, None) is None
-    assert dense_attention.attend_to(torch.zeros(1, 2, 3, 8), keys) is None
+    query, others = torch.zeros(1, 2, 1, keys.shape[3]), torch.zeros(keys.shape)
+    assert one_token_attention(query, [keys], [keys], None, None) is None
+    assert one_token_attention(query, [others], [keys], None, None) is None
 
 
 @needs_kernels
@@ -402,16 +403,15 @@ def test_what_it_cannot_read(keys):
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(keys, parts, mask, why):
     given = [torch.zeros(shape) for shape in keys]
+    of_queries = None if mask is None else torch.zeros(mask)
     with pytest.raises(RuntimeError, match=why):
-        dense_attention._computed(
-            torch.zeros(4, 2, 3, 8), given, given, parts, None if mask is None else torch.zeros(mask)[:, :, None], 1.0
-        )
+        kernels.KERNELS.or_error().dense_attention(torch.zeros(4, 2, 3, 8), given, given, parts, of_queries, 1.0)
 
 
 def test_without_kernels_torch_computes(request):
     model = tiny_model("llama")
-    assert dense_attention.KERNELS.or_none() is not None
+    assert kernels.KERNELS.or_none() is not None
     expected = engine.generate(model, prompt(), num_beams=3, max_new_tokens=8)
     request.getfixturevalue("no_kernels")
-    assert dense_attention.KERNELS.or_none() is None
+    assert kernels.KERNELS.or_none() is None
     assert engine.generate(model, prompt(), num_beams=3, max_new_tokens=8).sequences.equal(expected.sequences)

@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from trial import storage, with_room
 
 import caches
-from caches.attention.segmented_tensor import SegmentedTensor, plain
-from caches.attention.segments import DenseSegment, PerRowSegment
+from caches.attention.kv_view import KeyValueView, plain
+from caches.attention.segments import CacheRows, DenseSegment, PerRowSegment
 from caches.memory.buffers import HostBuffer
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -33,8 +33,8 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 @pytest.fixture
 def wholes(monkeypatch):
     """Every view that was needed whole."""
-    found, whole = [], SegmentedTensor.materialize_for_model
-    monkeypatch.setattr(SegmentedTensor, "materialize_for_model", lambda view: found.append(view) or whole(view))
+    found, whole = [], KeyValueView.materialize_for_model
+    monkeypatch.setattr(KeyValueView, "materialize_for_model", lambda view: found.append(view) or whole(view))
     return found
 
 
@@ -390,12 +390,11 @@ TAKEN_WHOLE = {
 }
 
 
-def columns_in_pieces() -> tuple[SegmentedTensor, torch.Tensor]:
+def columns_in_pieces() -> tuple[KeyValueView, torch.Tensor]:
     """[4 rows of 2 prompts, 2 heads, 5 columns, 6], and the same as one tensor."""
     trunk, tail = torch.randn(2, 2, 3, 6, dtype=torch.float64), torch.randn(4, 2, 2, 6, dtype=torch.float64)
-    view = SegmentedTensor(
-        lambda: iter([DenseSegment(trunk), PerRowSegment(DenseSegment(tail), 2)]), (4, 2, 5, 6), tail, rows_per_prefix=2
-    )
+    segments = lambda: iter([DenseSegment(trunk), PerRowSegment(DenseSegment(tail), 2)])  # noqa: E731
+    view = KeyValueView([CacheRows((4, 2, 5, 6), (), segments, rows_per_prefix=2)], tail)
     return view, torch.cat([trunk.repeat_interleave(2, dim=0), tail], dim=2)
 
 
@@ -403,7 +402,7 @@ def columns_in_pieces() -> tuple[SegmentedTensor, torch.Tensor]:
 def test_followed(name, wholes):
     view, numbers = columns_in_pieces()
     found, must = FOLLOWED[name](view), FOLLOWED[name](numbers)
-    assert isinstance(found, SegmentedTensor)
+    assert isinstance(found, KeyValueView)
     assert (found.shape, found.dtype, found.ndim, found.size(1)) == (must.shape, must.dtype, 4, must.size(1))
     left = torch.randn(4, must.shape[1], 3, must.shape[2], dtype=torch.float64)
     for product in (left @ found, torch.matmul(left, found), left.matmul(found)):

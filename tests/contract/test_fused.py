@@ -11,8 +11,8 @@ from helpers import needs_kernels
 
 import caches
 import engine
-from caches.attention.segmented_tensor import SegmentedTensor
-from caches.attention.segments import DenseSegment
+from caches.attention.kv_view import KeyValueView
+from caches.attention.segments import CacheRows, DenseSegment
 from caches.quantization import fused_attention
 from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import ConfigError, QuantizedCacheConfig
@@ -75,9 +75,8 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
             for numbers in (torch.randn(3, 2, count, width) * 2 + 0.5 for count in columns[:-1])
         ]
         pieces = [*coded, DenseSegment(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
-        views.append(
-            SegmentedTensor(partial(list, pieces), (3, 2, sum(columns), width), query, attend=codec.attend(query))
-        )
+        rows = CacheRows((3, 2, sum(columns), width), (), partial(list, pieces), attend=codec.attend(query))
+        views.append(KeyValueView([rows], query))
     attn_mask = None
     if mask is not None:
         attn_mask = torch.rand(3, 1, tokens, sum(columns)) > 0.3

@@ -6,7 +6,7 @@ from contract import are_segments_of
 from transformers import LlamaConfig
 
 import caches
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.hf.joined import JoinedCaches
 
 CONFIG = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
@@ -51,11 +51,11 @@ def test_a_step_is_that_of_each_cache_alone(kinds, is_forked):
             slots, found = whole.open_slots(layer), whole.update(*new, layer)
             is_first = is_forked and step == 0  # which allocates what the rows have of their own
             assert (slots is not None) == ("offloaded" not in kinds and not is_first)
-            for tensors, joint in zip(slots[:2], found, strict=True) if slots is not None else ():
-                assert are_segments_of(tensors, joint.parts)
+            for rows_of_caches, joint in zip(slots, found, strict=True) if slots is not None else ():
+                assert are_segments_of(rows_of_caches, joint.of_each_cache())
             for number, (cache, *own) in enumerate(zip(alone, *(one.split(rows) for one in new), strict=True)):
                 for joint, expected in zip(found, cache.update(*own, layer), strict=True):
-                    assert torch.equal(plain(joint.parts[number]), plain(expected))
+                    assert torch.equal(plain(joint.of_each_cache()[number]), plain(expected))
         for one, other in zip(together, alone, strict=True):
             one.commit()
             other.commit()

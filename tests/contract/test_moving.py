@@ -18,7 +18,7 @@ from trial import Trial, refused, with_room
 from unfinished import CHOICES, OUT, asked, chosen, goes_on, prepared
 
 import caches
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.quantization.codec import Affine
 from caches.transfer import migrate
 from caches.transfer.convert import empty_for

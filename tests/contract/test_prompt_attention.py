@@ -7,14 +7,13 @@ from helpers import needs_kernels, threads_of_torch, wide
 from torch.nn.functional import scaled_dot_product_attention
 
 import engine
-from caches.attention import prompt_attention as module
-from caches.attention.prompt_attention import prompt_attention
-from engine.kernels import packed_attention
+from caches.attention import dispatch, kernels
+from caches.attention.kernels import prompt_attention
 
 
 @pytest.fixture(autouse=True)
 def on_any_processor(monkeypatch):
-    monkeypatch.setattr(module, "_IS_FASTER", True)
+    monkeypatch.setattr(kernels, "_IS_FASTER", True)
     with threads_of_torch(2):
         yield
 
@@ -137,8 +136,8 @@ def test_the_text_is_that_of_torchs_attention(name, monkeypatch):
         lambda: in_chunks.generate(prompt(1, 19), max_new_tokens=12),
     ]
     expected = [call().sequences for call in calls]
-    monkeypatch.setattr(packed_attention, "_MUCH", 0)
-    monkeypatch.setattr(packed_attention, "prompt_attention", counting)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
+    monkeypatch.setattr(kernels, "prompt_attention", counting)
     for call, text in zip(calls, expected, strict=True):
         found.clear()
         assert torch.equal(call().sequences, text)
@@ -197,7 +196,7 @@ def test_what_it_cannot_read(changed):
     (((1, 4, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8), (1, 9, 4, 8)), (1, 1, 9, 8), "a mask that does not fit"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(shapes, mask, why):
-    kernel = module.KERNELS.or_error().prompt_attention
+    kernel = kernels.KERNELS.or_error().prompt_attention
     query, key, value, out = map(torch.zeros, shapes)
     with pytest.raises(RuntimeError, match=why):
         kernel(query, key, value, None if mask is None else torch.ones(mask, dtype=torch.bool), 1.0, out)
@@ -205,7 +204,7 @@ def test_what_does_not_fit_is_refused(shapes, mask, why):
 
 @needs_kernels
 def test_other_types_are_refused():
-    kernel = module.KERNELS.or_error().prompt_attention
+    kernel = kernels.KERNELS.or_error().prompt_attention
     query, key, value = asked(1, 2, 2, 64, 64, (16, 16))
     with pytest.raises(RuntimeError, match="float32"):
         kernel(query, key.double(), value, None, 1.0, torch.zeros(1, 64, 4, 16))

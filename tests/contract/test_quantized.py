@@ -16,7 +16,7 @@ from walk import walk
 import caches
 import engine
 from caches import backends
-from caches.attention.segmented_tensor import SegmentedTensor
+from caches.attention.kv_view import KeyValueView
 from caches.attention.segments import Segment
 from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import CODECS, ConfigError, QuantizedCacheConfig
@@ -356,8 +356,8 @@ def test_buffers_of_scales_grow_as_seldom_as_those_of_codes(residency):
 @pytest.mark.parametrize("pads", [0, 4])
 def test_a_step_never_decodes_a_layer_whole(monkeypatch, backend, options, pads):
     """Where attention takes it piece by piece."""
-    wholes, whole = [], SegmentedTensor.materialize_for_model
-    monkeypatch.setattr(SegmentedTensor, "materialize_for_model", lambda view: wholes.append(view) or whole(view))
+    wholes, whole = [], KeyValueView.materialize_for_model
+    monkeypatch.setattr(KeyValueView, "materialize_for_model", lambda view: wholes.append(view) or whole(view))
     model, options = tiny_model("llama"), options | {"residual_length": 4}
     inputs = prompt(pads=pads)
     first = engine.generate(model, inputs, cache=backend, cache_config=options, max_new_tokens=2)

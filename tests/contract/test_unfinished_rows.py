@@ -13,7 +13,7 @@ from trial import Trial, with_room
 from unfinished import CHOICES, OUT, asked, chosen, forked, goes_on, prepared
 
 import caches
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 
 pytestmark = pytest.mark.covering("values", "pairs")
 

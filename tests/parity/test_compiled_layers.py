@@ -204,7 +204,7 @@ def appended(monkeypatch):
     parts, own = [], layer_attention.open_layers
 
     def noting(layers, *arguments):
-        parts.extend(slots.parts for slots in layers)
+        parts.extend([[(rows.shape[0], len(rows.tensors)) for rows in keys] for keys, _ in layers])
         assert own(layers, *arguments)
         return True
 
@@ -221,7 +221,7 @@ def test_the_kernel_appends_where_the_cache_keeps_what_it_is_given(llama, inputs
         appended.clear()
         out = generator.generate(inputs, **GREEDY, cache=cache)
         assert torch.equal(out.sequences, reference(llama, inputs))
-    assert appended == [[rows, 1]] * (0 if cache == "offloaded" else 4 * (GREEDY["max_new_tokens"] - 1))
+    assert appended == [[(rows, 1)]] * (0 if cache == "offloaded" else 4 * (GREEDY["max_new_tokens"] - 1))
 
 
 @needs_kernels
@@ -232,7 +232,7 @@ def test_the_kernel_appends_to_rows_that_share_a_prefix(llama, appended):
         out = generator.generate(prompt(1, pads=0), **GREEDY | arguments)
         assert torch.equal(out.sequences, reference(llama, prompt(1, pads=0), **arguments))
     # The first step after the fork allocates the rows' own slots.
-    assert appended == [[3, 2]] * 4 * (GREEDY["max_new_tokens"] - 2)
+    assert appended == [[(3, 2)]] * 4 * (GREEDY["max_new_tokens"] - 2)
 
 
 @needs_kernels

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import caches
 import engine
 from engine.decoding import feeder, token_buffer
-from engine.model import columns, growing_columns
-from engine.model.growing_columns import room_for, widened
+from engine.model import columns
+from engine.model.columns import room_for, widened
 
 WITHOUT_END = 10**9
 SINK = {"window_length": 32}
@@ -148,7 +148,7 @@ def test_room_is_made_without_a_trace(call, monkeypatch):
     made = []
     for module in (feeder, columns, token_buffer):
         monkeypatch.setattr(module, "widened", lambda tensor, *more: made.append(0) or widened(tensor, *more))
-    monkeypatch.setattr(growing_columns, "_LEAST", 2)
+    monkeypatch.setattr(columns, "_LEAST", 2)
     found = generated()
     assert len(made) > 4
     assert torch.equal(found.sequences, expected.sequences)
@@ -167,7 +167,7 @@ def test_positions_of_the_caller(monkeypatch):
     inputs = prompt(pads=3)
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(dim=1) - 1).clamp(min=0) + 5
     expected = engine.generate(tiny_model("llama"), inputs, max_new_tokens=30)
-    monkeypatch.setattr(growing_columns, "_LEAST", 2)
+    monkeypatch.setattr(columns, "_LEAST", 2)
     assert torch.equal(engine.generate(tiny_model("llama"), inputs, max_new_tokens=30).sequences, expected.sequences)
 
 
@@ -181,7 +181,7 @@ def test_without_room_the_run_does_with_less(module, first, monkeypatch):
     """first: which call is the first one that makes more room."""
     model, inputs = tiny_model("llama"), prompt(pads=3)
     expected = engine.generate(model, inputs, max_new_tokens=20)
-    monkeypatch.setattr(growing_columns, "_LEAST", 2)
+    monkeypatch.setattr(columns, "_LEAST", 2)
     calls = [0]
 
     def fails(tensor, *more):

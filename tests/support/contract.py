@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig
 
 import caches
-from caches.attention.segmented_tensor import segments_of
+from caches.attention.kv_view import rows_of
+from caches.attention.segments import CacheRows
 from caches.layers import rope
 from caches.layers.layer_spec import INDEX, KV, STATE, AttentionSpan, LayerSpec
 from configs import ConfigError, EncoderDecoderCacheConfig
@@ -181,11 +182,11 @@ def recurrent_of(tokens: Tokens, layer: int) -> torch.Tensor:
     return torch.tensor(states, dtype=torch.float64)
 
 
-def are_segments_of(tensors: Sequence[torch.Tensor], read: Sequence[torch.Tensor]) -> bool:
-    """Whether these are the segments of what attention reads of one or several caches, in the same memory."""
-    segments = [getattr(one, "segment", one).tensor for part in read for one in segments_of(part)]
+def are_segments_of(rows: Sequence[CacheRows], read: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the rows and segments of what attention reads of one or several caches, in the same memory."""
     place = lambda one: (one.data_ptr(), one.shape, one.stride())  # noqa: E731
-    return list(map(place, tensors)) == list(map(place, segments))
+    found = [(part.shape, *map(place, part.tensors)) for part in map(rows_of, read)]
+    return found == [(part.shape, *map(place, part.tensors)) for part in rows]
 
 
 def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens) -> dict[str, torch.Tensor]:
@@ -200,9 +201,8 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
         slots = own.open_slots(layer)
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
         if slots is not None:
-            assert slots.parts == [len(tokens), len(slots.keys)]
-            assert all(map(are_segments_of, slots[:2], ([handed["keys"]], [handed["values"]])))
-            assert torch.equal(slots.keys[-1][:, :, -1:], keys_of(tokens, layer))
+            assert all(map(are_segments_of, slots, ([handed["keys"]], [handed["values"]])))
+            assert torch.equal(slots[0][0].tensors[-1][:, :, -1:], keys_of(tokens, layer))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
         new, held = conv_of(tokens, layer, number), own.get_conv_state(layer, number)

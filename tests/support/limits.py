@@ -33,7 +33,7 @@ from places import README
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine
-from caches.attention import dense_attention
+from caches.attention import kernels
 from caches.platform.host_allocator import give_back_freed_memory
 from caches.quantization import fused_attention
 from engine.memory.plan import cache_bytes
@@ -136,8 +136,8 @@ class Bench:
         self._ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text * 4).input_ids)
         self._last: Call | None = None
         self._whole = Result()  # of the last call, without a limit
-        for kernels in (dense_attention.KERNELS, fused_attention.KERNELS):
-            kernels.or_none()  # loaded once per process
+        for operators in (kernels.KERNELS, fused_attention.KERNELS):
+            operators.or_none()  # loaded once per process
         if warm:
             for name in ("dynamic", "offloaded", "quantized"):
                 engine.Generator(self.model).generate(self._ids[None, :40], cache=name, max_new_tokens=2)

@@ -23,7 +23,7 @@ from contract import (
 )
 
 import caches
-from caches.attention.segmented_tensor import plain
+from caches.attention.kv_view import plain
 from caches.layers.layer_spec import INDEX, KV
 
 

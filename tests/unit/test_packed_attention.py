@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import engine
-from caches.attention import prompt_attention
+from caches.attention import dispatch, kernels
 from engine.compiling import layer_attention
-from engine.kernels import packed_attention
+from engine.kernels import attention_hook
 
 HEADS, GROUPS, WIDTH, COLUMNS = 6, 3, 16, 40
 
@@ -31,20 +31,20 @@ def queries(monkeypatch):
         return scaled_dot_product_attention(query, *args, **kwargs)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noting)
-    monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", noting)
+    monkeypatch.setattr(dispatch, "scaled_dot_product_attention", noting)
     return found
 
 
 @pytest.fixture
 def installed():
-    packed_attention.install(user := torch.nn.Module())
+    attention_hook.install(user := torch.nn.Module())
     yield
     del user
 
 
 @pytest.fixture
 def in_a_step(installed, monkeypatch):
-    monkeypatch.setattr(packed_attention.active, "packs", True)
+    monkeypatch.setattr(attention_hook.active, "is_step", True)
 
 
 def attention(mask=None, tokens=1, heads=HEADS, of_module=None, **options):
@@ -77,7 +77,7 @@ def test_equal_to_rounding(in_a_step, queries, dtype, scaling, heads):
 def test_the_kernel_reads_much(in_a_step, queries, monkeypatch):
     found = []
     for much in (2 * (HEADS // GROUPS) * COLUMNS * WIDTH + 1, 2 * (HEADS // GROUPS) * COLUMNS * WIDTH):
-        monkeypatch.setattr(packed_attention, "_MUCH", much)
+        monkeypatch.setattr(dispatch, "_MUCH", much)
         found.append(attention())
     torch.testing.assert_close(found[0][0], found[1][0])
     assert len(queries) == 3, "of which two are transformers' own"
@@ -96,8 +96,8 @@ PROMPTS = {
 @needs_kernels
 @pytest.mark.parametrize("name", PROMPTS)
 def test_several_tokens_have_a_kernel(in_a_step, queries, monkeypatch, name):
-    monkeypatch.setattr(packed_attention, "_MUCH", 0)
-    monkeypatch.setattr(prompt_attention, "_IS_FASTER", True)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
+    monkeypatch.setattr(kernels, "_IS_FASTER", True)
     found, expected = attention(**{"tokens": 9} | PROMPTS[name])
     torch.testing.assert_close(found, expected)
     assert len(queries) == 1, "of transformers' own"
@@ -111,8 +111,8 @@ def test_several_tokens_have_a_kernel(in_a_step, queries, monkeypatch, name):
     {"is_causal": False}, {"of_module": {"is_causal": False}}, {"is_causal": False, "of_module": {"is_causal": True}},
 ])  # fmt: skip
 def test_other_attention_of_several_tokens_is_transformers_own(in_a_step, queries, monkeypatch, options):
-    monkeypatch.setattr(packed_attention, "_MUCH", 0)
-    monkeypatch.setattr(prompt_attention, "_IS_FASTER", True)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
+    monkeypatch.setattr(kernels, "_IS_FASTER", True)
     found, expected = attention(tokens=9, **options)
     assert torch.equal(found, expected)
     assert len(queries) == 2
@@ -120,13 +120,13 @@ def test_other_attention_of_several_tokens_is_transformers_own(in_a_step, querie
 
 @needs_kernels
 def test_dropout_is_transformers_own(in_a_step, queries, monkeypatch):
-    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
     attention(tokens=9, dropout=0.5)
     assert len(queries) == 2
 
 
 def test_a_mask_that_does_not_fit_is_torchs_to_refuse(in_a_step, monkeypatch):
-    monkeypatch.setattr(packed_attention, "_MUCH", 0)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
     with pytest.raises(RuntimeError, match=r"must match|expanded size"):
         attention(torch.ones(2, 1, 1, COLUMNS + 1, dtype=torch.bool))
 

@@ -12,6 +12,7 @@ import caches
 from caches import backends
 from caches.layers.rope import RopeRotation
 from engine.model.columns import Columns
+from engine.model.masks import visible_slots
 
 
 class Feeder:
@@ -40,7 +41,7 @@ class Feeder:
         columns = Columns(mask, 200)
         copied = self.cache.view.extra_slots(0, count)
         length, offset = self.cache.get_mask_sizes(count, 0)
-        visible = columns.window_mask(seen, seen + count, offset, length, self.window, torch.bool, copied)
+        visible = visible_slots(columns, seen, seen + count, offset, length, self.window, copied)
         self.cache.begin(count)
         keys, values = self.cache.update(new, new + 1, 0)
         together = [torch.cat([held, more[0]]) for held, more in zip(self.keys, new, strict=True)]
