@@ -12,6 +12,7 @@ import torch
 from helpers import needed
 from pages import check_generated
 from references import draft_of, never_run, tiny
+from resuming import check_goes_on
 from strategy_cases import LOSSY, MODELS, OPTIONS, REFUSALS
 
 import caches
@@ -26,13 +27,15 @@ NEW = 8
 REMEDY = r"[Uu]se |leave|[Gg]ive|choose|[Gg]enerate with|cache='"
 
 
-def run(strategy: str, kind: str, cache: str, **options) -> engine.Generation:
+def run(
+    strategy: str, kind: str, cache: str, config: engine.EngineConfig | None = None, **options
+) -> engine.Generation:
     model, inputs = tiny(MODELS[kind])
     torch.manual_seed(4)
     chosen = strategies.build(strategy, **OPTIONS.get(strategy, {}))
     draft = draft_of(MODELS[kind]) if needs_of(chosen).draft else None
-    return engine.generate(
-        model, inputs, cache=cache, cache_config=options, strategy=chosen, assistant_model=draft, max_new_tokens=NEW
+    return engine.Generator(model, config=config).generate(
+        inputs, cache=cache, cache_config=options, strategy=chosen, assistant_model=draft, max_new_tokens=NEW
     )
 
 
@@ -62,6 +65,33 @@ def test_the_text_is_that_of_no_cache_or_refused_with_a_remedy(strategy, kind, c
     if refusal is not None:
         assert re.search(REMEDY, refusal)
         assert all(outcome(other, kind, cache) is not None for other in strategies.names())  # no matter of the strategy
+
+
+@pytest.mark.parametrize(("strategy", "kind", "cache"), cells([name for name in caches.names() if name != "none"]))
+def test_its_cache_goes_on(strategy, kind, cache):
+    """Whatever rows and tokens the strategy has tried and taken back; windows and columns read little again."""
+    if outcome(strategy, kind, cache) is not None:
+        pytest.skip("the backend is refused")
+    out = run(strategy, kind, cache, **needed(cache))
+    rest = check_goes_on(*tiny(MODELS[kind]), out)
+    if kind in ("full", "window", "full and windows"):
+        assert rest.stats.prompt_tokens <= len(out.sequences) * NEW
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_a_prompt_in_pieces(strategy, kind):
+    config = engine.EngineConfig(prefill_chunk_tokens=2)
+    assert torch.equal(run(strategy, kind, "dynamic", config).sequences, expected(strategy, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_compiled_steps(strategy):
+    torch._dynamo.reset()
+    config = engine.EngineConfig(compile="aot_eager")
+    for _ in range(2):
+        assert torch.equal(run(strategy, "full", "static", config).sequences, expected(strategy, "full"))
 
 
 @pytest.mark.parametrize(("strategy", "kind", "cache"), cells(LOSSY))

@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import weakref
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +14,6 @@ from references import conversation, draft_of, exact, never_run, tiny
 from transformers import AutoTokenizer, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
-import caches
 import engine
 from strategies import Assisted, PromptLookup
 
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2", "mamba", "jamba", "bamba", "t5"]
-MORE_KINDS = ["gpt2", "llama4_text", "qwen3", "mamba2", "falcon_h1", "lfm2", "qwen3_next", "bart", "whisper"]
 ALL = 0.0  # no threshold: every draft is as long as was said
 
 
@@ -56,61 +53,7 @@ def same(out, expected):
     assert out.stats.new_tokens == expected.stats.new_tokens
 
 
-def cells(names):
-    found = [(name, cache) for name in names for cache in caches.names()]
-    return [pytest.param(*cell, id="-".join(cell)) for cell in found]
-
-
-@pytest.mark.parametrize(("name", "cache"), cells(["gemma2", "jamba"]))
-def test_every_backend(name, cache):
-    model, inputs = of_rows(name, 4)
-    given = exact(cache, model)
-    expected = greedy(model, inputs, cache="none") if not is_refused(model, inputs, given) else None
-    if expected is None:
-        pytest.skip("greedy search is refused too")
-    out = assisted(model, inputs, draft_of(name), **given)
-    same(out, expected)
-    assert 0 < out.stats.accepted_tokens < out.stats.drafted_tokens
-    if name != "t5":
-        inputs = twice(inputs)
-    same(engine.generate(model, inputs, prompt_lookup_num_tokens=3, max_new_tokens=NEW, **given),
-         greedy(model, inputs, cache="none"))  # fmt: skip
-
-
-def is_refused(model, inputs, given):
-    try:
-        greedy(model, inputs, **given | {"max_new_tokens": 1})
-    except caches.UnsupportedLayerError:
-        return True
-    return False
-
-
-def twice(inputs):
-    """The prompt twice, so that there is something to look up."""
-    names = ("input_ids", "attention_mask")
-    first, mask = (inputs[name] for name in names)
-    again = torch.cat([first, first[:, -3:], first[:, -3:]], dim=1)
-    return inputs | {names[0]: again, names[1]: torch.cat([mask, mask[:, -3:], mask[:, -3:]], dim=1)}
-
-
-DRAFTS = ["the model itself", "a good one", "a bad one"]
-IN_TURN = list(product(DRAFTS, [1, 4], [1, 4, 20]))
-
-
-@pytest.mark.product
-@pytest.mark.parametrize(("name", "cache"), cells(KINDS + MORE_KINDS))
-def test_every_backend_with_all_drafts_in_turn(name, cache):
-    place = (KINDS + MORE_KINDS).index(name) * len(caches.names()) + caches.names().index(cache)
-    draft, rows, tokens = IN_TURN[place * 5 % len(IN_TURN)]
-    model, inputs = of_rows(name, rows)
-    given = exact(cache, model)
-    if is_refused(model, inputs, given):
-        pytest.skip("greedy search is refused too")
-    out = assisted(model, inputs, drafts(name)[draft], tokens, max_new_tokens=30, **given)
-    same(out, greedy(model, inputs, cache="none", max_new_tokens=30))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["the model itself", "a good one", "a bad one"])
 @pytest.mark.parametrize("name", [*KINDS, "lfm2", "falcon_h1", "whisper"])
 def test_every_kind_of_model_and_draft(name, draft):
     if suiting_or_none(name) == ["none"]:
@@ -185,18 +128,6 @@ def test_code_repeats_itself(shipped):
     assert out.stats.accepted_tokens > 8
     assert out.stats.verifications < 32
     assert expected.stats.drafted_tokens is expected.stats.accepted_tokens is expected.stats.verifications is None
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_transformers_own_assisted_decoding_says_the_same(name):
-    model, inputs = tiny(name, pads=0, rows=1)
-    plain = {"max_new_tokens": NEW, "do_sample": False}
-    for prompt in (inputs, twice(inputs)):
-        for draft in (model, draft_of(name)):
-            theirs = model.generate(**prompt, **plain, assistant_model=draft)
-            assert torch.equal(assisted(model, prompt, draft).sequences, theirs)
-        lookup = plain | {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
-        assert torch.equal(engine.generate(model, prompt, **lookup).sequences, model.generate(**prompt, **lookup))
 
 
 @pytest.mark.parametrize(
@@ -294,30 +225,6 @@ def test_a_model_that_would_have_to_read_the_cache_again_needs_the_conversation(
     new = both | {"input_ids": both["input_ids"][:, first.cache.total_tokens :]}
     with pytest.raises(engine.OptionError, match="21 tokens in the cache were not given: give the whole conversation"):
         engine.generate(model, new, cache=first.cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("name", ["llama", "bamba"])
-def test_a_prompt_and_proposals_in_pieces(name):
-    model, inputs = tiny(name)
-    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=3))
-    for draft in drafts(name).values():
-        out = generator.generate(
-            inputs,
-            assistant_model=draft,
-            num_assistant_tokens=7,
-            assistant_confidence_threshold=ALL,
-            max_new_tokens=NEW,
-        )
-        same(out, greedy(model, inputs))
-
-
-@pytest.mark.slow
-def test_compiled():
-    torch._dynamo.reset()
-    model, inputs = tiny("llama")
-    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
-    for options in ({"assistant_model": draft_of("llama")}, {"prompt_lookup_num_tokens": 3}):
-        same(generator.generate(inputs, max_new_tokens=NEW, **options), greedy(model, inputs))
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])

@@ -52,24 +52,6 @@ def test_greedy(name, pair):
         assert out.cache.total_tokens == NEW
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "hybrid", "static", "none"])
-def test_a_decoder_with_windows(cache):
-    model, inputs = known("t5gemma")
-    assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=NEW).sequences, theirs(model, inputs))
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
-@pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_several_samples(name, cache):
-    model, inputs = known(name)
-    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.3}
-    torch.manual_seed(5)
-    expected = theirs(model, inputs, **options)
-    torch.manual_seed(5)
-    out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, **options)
-    assert torch.equal(out.sequences, expected)
-
-
 @pytest.mark.parametrize("chunk", [None, 2], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
@@ -86,6 +68,12 @@ def test_a_prompt_for_the_decoder_padded_on_the_left(name, cache, chunk):
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
     out = generator.generate(inputs, **decoder, cache=cache, max_new_tokens=NEW)
     assert torch.equal(out.sequences, expected)
+
+
+def test_a_decoder_with_windows_in_a_hybrid_cache():
+    model, inputs = known("t5gemma")
+    out = engine.generate(model, inputs, cache="hybrid", max_new_tokens=NEW)
+    assert torch.equal(out.sequences, theirs(model, inputs))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -234,28 +222,6 @@ def test_text_is_padded_on_the_right(tokenizer):
     out = engine.generate(model, texts, tokenizer=tokenizer, max_new_tokens=NEW, eos_token_id=None)
     assert torch.equal(out.sequences, expected)
     assert out.text == tokenizer.batch_decode(expected[:, 1:], skip_special_tokens=True)
-
-
-def test_recorded_outputs():
-    model, inputs = known("bart")
-    model.set_attn_implementation("eager")
-    try:
-        asked = {"output_attentions": True, "output_hidden_states": True, "max_new_tokens": 3}
-        expected = theirs(model, inputs, **asked, return_dict_in_generate=True)
-        out = engine.generate(model, inputs, **asked)
-    finally:
-        model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(out.attentions, expected.decoder_attentions, **CLOSE)
-    torch.testing.assert_close(out.cross_attentions, expected.cross_attentions, **CLOSE)
-    torch.testing.assert_close(out.hidden_states, expected.decoder_hidden_states, **CLOSE)
-
-
-def test_the_penalty_on_what_the_encoder_read():
-    model, inputs = known("bart")
-    options = {"encoder_repetition_penalty": 3.0}
-    out = engine.generate(model, inputs, max_new_tokens=NEW, **options)
-    assert torch.equal(out.sequences, theirs(model, inputs, **options))
-    assert not torch.equal(out.sequences, theirs(model, inputs))
 
 
 def test_refusals():

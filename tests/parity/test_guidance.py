@@ -178,15 +178,6 @@ def test_every_backend(name, cache, strategy, negative):
     check(name, strategy, negative, pads=4, cache=cache, eos=EOS)
 
 
-@pytest.mark.product
-@pytest.mark.parametrize("cache", caches.names())
-@pytest.mark.parametrize("name", [*KINDS, "mistral", "mamba"])
-def test_every_backend_with_a_third_of_the_strategies(name, cache):
-    place = caches.names().index(cache)
-    for strategy in list(STRATEGIES)[place % 3 :: 3]:
-        check(name, strategy, list(NEGATIVES)[place % 4], pads=4, cache=cache)
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_scale_and_the_negative_prompt_change_the_text(strategy):
     """Else the comparisons would say little."""
@@ -333,12 +324,6 @@ def test_prompts_in_pieces(name, strategy):
         check(name, strategy, negative, pads=4, config=engine.EngineConfig(prefill_chunk_tokens=3))
 
 
-@pytest.mark.slow
-def test_compiled():
-    torch._dynamo.reset()
-    check("llama", "4 beams", "shorter", pads=4, cache="static", config=engine.EngineConfig(compile="aot_eager"))
-
-
 def test_beams_share_what_both_texts_begin_with(monkeypatch):
     forks, fork = [], caches.Cache.fork
     monkeypatch.setattr(caches.Cache, "fork", lambda cache, times: (forks.append(times), fork(cache, times)))
@@ -448,26 +433,6 @@ def test_a_fixed_cache_of_transformers_own_for_the_rows_of_both_texts():
     live.early_initialization(4, 2, 8, torch.float32, "cpu")
     out = engine.generate(model, inputs, past_key_values=live, guidance_scale=SCALE, max_new_tokens=NEW)
     assert out.tokens == greedy(guided(model, inputs), new=NEW)
-
-
-def test_beams_that_fail_leave_what_they_have(monkeypatch):
-    model, inputs = tiny("llama")
-    check_pads_once(model, inputs)
-    options = {"num_beams": 3, "guidance_scale": SCALE, "max_new_tokens": NEW} | padded(NEGATIVES["longer"])
-    forward, calls = model.forward, []
-
-    @wraps(forward)
-    def failing(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 4:
-            raise RuntimeError("enough")
-        return forward(*arguments, **options)
-
-    monkeypatch.setattr(model, "forward", failing)
-    with pytest.raises(engine.GenerationInterrupted, match="after 3 new tokens per row") as failed:
-        engine.generate(model, inputs, **options)
-    monkeypatch.undo()
-    assert torch.equal(failed.value.partial.sequences[:, :13], inputs["input_ids"])
 
 
 def test_a_cache_that_another_run_has_used_meanwhile_is_left_alone():
