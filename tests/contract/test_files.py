@@ -1,4 +1,4 @@
-"""Caches in files: every backend goes on as before; what is damaged or of another model is refused."""
+"""Caches in files: what is damaged or of another model is refused. Every backend: test_pickled.py."""
 
 import copy
 import errno
@@ -13,8 +13,7 @@ import time
 import pytest
 import torch
 from architectures import prompt, tiny_model
-from encoder_decoders import source, tiny_encoder_decoder
-from kept import MODELS, NEW, PAIRS, cases, options_of
+from kept import NEW
 from places import ROOT
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -34,39 +33,14 @@ def path(tmp_path):
     return tmp_path / "conversation.safetensors"
 
 
-def check_goes_on(model, first, path, **inputs):
+def check_goes_on(model, first, path):
     """A loaded cache gives the text that the cache itself gives."""
     first.cache.save(path)
-    inputs = inputs or {"inputs": first.sequences}
-    found = engine.generate(model, **inputs, cache=caches.load(path, model), max_new_tokens=NEW)
+    found = engine.generate(model, first.sequences, cache=caches.load(path, model), max_new_tokens=NEW)
     assert found.stats.cache == first.cache.name
-    expected = engine.generate(model, **inputs, cache=first.cache, max_new_tokens=NEW)
+    expected = engine.generate(model, first.sequences, cache=first.cache, max_new_tokens=NEW)
     assert found.stats.prompt_tokens == expected.stats.prompt_tokens
     assert torch.equal(found.sequences, expected.sequences)
-
-
-@pytest.mark.parametrize(("backend", "residency"), list(cases()))
-def test_a_run_goes_on_from_a_file(backend, residency, path):
-    runs, most = 0, {"dynamic": len(MODELS), "offloaded": 2}.get(backend, 1)
-    for name in MODELS if residency == "host" else MODELS[:1]:
-        model, options = tiny_model(name), {"cache": backend, "cache_config": options_of(backend, residency)}
-        try:
-            first = engine.generate(model, prompt(tokens=14), **options, max_new_tokens=NEW)
-        except (caches.UnsupportedLayerError, ConfigError):
-            continue
-        if first.cache is not None:
-            check_goes_on(model, first, path)
-        runs += 1
-        if runs == most:
-            break
-    assert runs or backend == "encoder_decoder"
-
-
-@pytest.mark.parametrize("choice", PAIRS.values(), ids=PAIRS)
-def test_of_an_encoder_too(choice, path):
-    model, inputs = tiny_encoder_decoder("bart"), source("bart")
-    first = engine.generate(model, inputs, **choice, max_new_tokens=NEW)
-    check_goes_on(model, first, path, inputs=inputs, decoder_input_ids=first.sequences)
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "quantized", "offloaded"])

@@ -114,17 +114,6 @@ def test_an_empty_ladder_gives_up_at_once():
     assert raised.value.partial.stats.fallbacks == ()
 
 
-def test_memory_that_is_out_between_forwards_is_told_with_what_there_is():
-    def process(ids, scores):
-        if ids.shape[1] > 42:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return scores
-
-    with pytest.raises(engine.OutOfMemoryError, match="after 3 new tokens") as raised:
-        run([], EngineConfig().on_oom, logits_processor=[process])
-    assert len(raised.value.partial.tokens[0]) == 3
-
-
 @pytest.mark.parametrize("place", ["reader_now", "read_parameters", "read_cache_choice"])
 def test_memory_that_is_out_before_a_call_is_read_is_told_too(place, monkeypatch):
     def out(*args):
@@ -136,12 +125,6 @@ def test_memory_that_is_out_before_a_call_is_read_is_told_too(place, monkeypatch
     assert raised.value.partial.tokens == [[]]
     with pytest.raises(engine.OutOfMemoryError):
         next(engine.Generator(tiny_model("llama")).generate_many([prompt(1)])).result()
-
-
-def test_other_errors_are_not_taken_for_it():
-    with pytest.raises(engine.GenerationInterrupted, match="no such thing") as raised:
-        run([2], EngineConfig().on_oom, error=lambda: RuntimeError("no such thing"))
-    assert not isinstance(raised.value, engine.OutOfMemoryError)
 
 
 def test_rows_of_one_prompt_stay_together():

@@ -137,33 +137,6 @@ def test_the_source_is_read_once(cache):
     assert torch.equal(again.sequences, theirs(model, inputs, max_new_tokens=18))
 
 
-@pytest.mark.parametrize("where", [0, 2])
-@pytest.mark.parametrize("new_tokens", [1, 6])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_failed_step_leaves_no_trace(cache, new_tokens, where, monkeypatch):
-    model, inputs = known("bart")
-    layer, calls = model.get_decoder().layers[where], []
-    forward = layer.encoder_attn.forward
-
-    def fails_at_last(*args, **kwargs):
-        calls.append(0)
-        if len(calls) == new_tokens:
-            forward(*args, **kwargs)
-            raise RuntimeError("no more")
-        return forward(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layer.encoder_attn, "forward", fails_at_last)
-        with pytest.raises(engine.GenerationInterrupted, match="no more") as failure:
-            engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
-    part = failure.value.partial
-    assert part.sequences.shape[1] == new_tokens
-    assert part.cache.cross_attention_cache.total_tokens == (0 if new_tokens == 1 else 13)
-    rest = NEW - new_tokens + 1
-    out = engine.generate(model, inputs, decoder_input_ids=part.sequences, cache=part.cache, max_new_tokens=rest)
-    assert torch.equal(out.sequences, theirs(model, inputs))
-
-
 def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(monkeypatch):
     model, inputs = known("bart")
     ids = torch.tensor([[2, 9, 8], [2, 7, 6]])
