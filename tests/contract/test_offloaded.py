@@ -7,13 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
 from architectures import four_layers, prompt, tiny_model
 from contract import EDGES, FULL, KINDS, READS_OTHERS, Kind, build
 from encoder_decoders import source, tiny_encoder_decoder
+from on_disk import limited
 from transformers import GenerationMixin
 from trial import Trial
 from walk import walk
@@ -366,15 +366,8 @@ def test_buffers(new_buffer, rows_room, monkeypatch):
 # The disk.
 
 
-@contextmanager
 def files_of_at_most(size):
-    """As if the disk were full beyond it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return limited(resource.RLIMIT_FSIZE, size)
 
 
 @pytest.mark.parametrize("kind", ["full", "full + sliding", "attention with states", "encoder, full"])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
-from on_disk import ON_DISK, built, descriptors
+from on_disk import ON_DISK, built, descriptors, limited
 from places import ROOT
 
 import caches
@@ -30,16 +30,6 @@ def fed(cache, layers: int, tokens: int = 6, rows: int = 2) -> None:
     new = torch.rand(rows, 2, tokens, 8)
     for layer in range(layers):
         cache.update(new, new, layer)
-
-
-@contextmanager
-def limited(what: int, soft: int):
-    before = resource.getrlimit(what)
-    resource.setrlimit(what, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, before)
 
 
 # Descriptors.
@@ -287,7 +277,7 @@ import os, resource, sys, torch, transformers
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import caches, engine
 from caches.transfer.split_rows import halves
-from on_disk import ON_DISK, built, descriptors
+from on_disk import ON_DISK, built, descriptors, limited
 config = transformers.LlamaConfig(vocab_size=101, hidden_size=16, intermediate_size=16, num_hidden_layers=80,
     num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=None, pad_token_id=0)
 model = transformers.LlamaForCausalLM(config).eval()

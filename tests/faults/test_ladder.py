@@ -260,3 +260,22 @@ def test_a_budget_too_small_for_the_prompt_is_kept_from_the_beginning(action):
     assert [fallback.name for fallback in out.stats.fallbacks] == [action]
     assert out.cache.device_bytes <= most
     assert (action == "offload") == torch.equal(out.sequences, undisturbed.sequences)
+
+
+def test_scratch_memory_is_dropped(monkeypatch):
+    model = tiny_model("llama")
+    cache = caches.build("offloaded", model.config)
+    held, release = [], ForwardExecutor.release
+
+    def watched(executor):
+        held.append(sum(tensor.nbytes for tensor in cache.scratch.tensors()))
+        release(executor)
+        held.append(sum(tensor.nbytes for tensor in cache.scratch.tensors()))
+
+    monkeypatch.setattr(ForwardExecutor, "release", watched)
+    whole = engine.generate(model, prompt(), max_new_tokens=8)
+    with OutAt(model, [4]):
+        out = engine.generate(model, prompt(), cache=cache, max_new_tokens=8, on_oom=["release"])
+    assert held[0] > 0
+    assert held[1] == 0
+    assert torch.equal(out.sequences, whole.sequences)

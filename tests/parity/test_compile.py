@@ -201,12 +201,6 @@ def test_any_number_of_shapes(graphs):
     assert len(graphs) == 9
 
 
-def test_compile_needs_a_fixed_cache():
-    generator = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(compile="aot_eager"))
-    with pytest.raises(engine.OptionError, match="cache='static'"):
-        generator.generate(prompt(), max_new_tokens=5)
-
-
 def test_a_model_that_is_known_not_to_be_one_graph_is_refused():
     with pytest.raises(engine.OptionError, match="GPTNeoForCausalLM as a model whose step cannot be one"):
         engine.Generator(tiny_model("gpt_neo"), config=AOT_EAGER)
