@@ -279,6 +279,7 @@ out.cache.save(sys.argv[1])
 """
 
 
+@pytest.mark.slow  # a process that imports everything
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_the_old_file_stands_when_the_process_is_killed(saved, path):
     before = path.read_bytes()

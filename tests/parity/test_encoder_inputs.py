@@ -34,6 +34,7 @@ def embedded(model, name):
     return {"inputs_embeds": embeds * 0.9 + 0.3 * embeds.flip(1), "attention_mask": inputs["attention_mask"]}
 
 
+@pytest.mark.covering("values")
 @pytest.mark.parametrize("options", HOW.values(), ids=HOW)
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_in_the_mapping_or_as_a_keyword(name, options):
