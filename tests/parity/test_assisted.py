@@ -11,11 +11,11 @@ import torch
 from architectures import suiting, tiny_model
 from helpers import StopAfter
 from references import conversation, draft_of, exact, never_run, tiny
-from transformers import AutoTokenizer, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 import engine
-from strategies import Assisted, PromptLookup
+from strategies import Assisted
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
@@ -440,13 +440,6 @@ def test_a_draft_that_reads_letters(shipped):
 # What cannot be.
 
 
-def smaller(name, **changes):
-    model = copy.deepcopy(tiny_model(name))
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    return model
-
-
 def test_a_draft_that_does_not_pay_is_told_once(caplog):
     model = tiny("llama")[0]
     gen, draft, options = (
@@ -487,50 +480,6 @@ def test_a_draft_by_its_path():
     with pytest.raises(engine.OptionError, match="assistant_model: there is no folder"):
         gen.generate("x", assistant_model="/no/such", streamer=streamer)
     assert ended
-
-
-DRAFT = {"assistant_model": lambda: draft_of("llama")}
-WRONG = {
-    "another vocabulary": ({"assistant_model": lambda: smaller("llama", vocab_size=77)},
-                           "a vocabulary of 77 tokens and the model one of 101: give tokenizer= and assistant_token"),
-    "few positions": ({"assistant_model": lambda: smaller("llama", max_position_embeddings=20)},
-                      "the draft has 20 positions, but 13 prompt tokens and 14 new ones need 26: ask for fewer"),
-    "training": ({"assistant_model": lambda: copy.deepcopy(tiny_model("llama")).train()},
-                 "assistant_model: the model is in training mode.*model.eval()"),
-    "a path": ({"assistant_model": lambda: "gpt2"}, "^assistant_model: .*gpt2"),
-    "an encoder": ({"assistant_model": lambda: tiny("t5")[0]}, "the draft has an encoder and the model has none"),
-    "beams": (DRAFT | {"num_beams": 3}, "to greedy search and sampling, and beam is neither: leave one of them out"),
-    "contrastive": (DRAFT | {"penalty_alpha": 0.6, "top_k": 4}, "and contrastive is neither"),
-    "greedy by name": (DRAFT | {"strategy": "greedy"}, "and greedy is neither"),
-    "both": (DRAFT | {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 both propose tokens: leave one"),
-    "lookup by name": (DRAFT | {"strategy": "prompt_lookup"}, "and prompt_lookup is neither"),
-    "no draft": ({"strategy": "assisted"}, "strategy='assisted' is for a draft .*: give one as assistant_model"),
-    "only its tokenizer": ({"assistant_tokenizer": lambda: AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)},
-                           "_tokenizer is for a draft"),
-    "its length alone": ({"num_assistant_tokens": 3}, "greedy has no use for it: it is for assistant_model"),
-    "words alone": ({"max_matching_ngram_size": 3}, "greedy has no use for it: it is for prompt_lookup_num_tokens"),
-    "lookup and beams": ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "beam has no use for it: it proposes tokens"),
-    "early exit": ({"assistant_early_exit": 2}, "assistant_early_exit=2 cannot apply: .*give a smaller assistant_mod"),
-    "heads": ({"use_mtp": True}, "use_mtp=True cannot apply: .* give an assistant_model"),
-    "ensemble": (DRAFT | {"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 cannot apply: .*text"),
-    "lookbehind": (DRAFT | {"assistant_lookbehind": 3}, "assistant_lookbehind=3 cannot apply: .* leave it out"),
-    "several": (DRAFT | {"do_sample": True, "num_return_sequences": 2}, "num_return_sequences=2 cannot apply"),
-    "no tokens": (DRAFT | {"num_assistant_tokens": 0}, "num_assistant_tokens=0, but it is a whole number, 1 or more"),
-    "a schedule": (DRAFT | {"num_assistant_tokens_schedule": "often"}, "'often', but it is one of constant, heuristic"),
-    "a threshold": (DRAFT | {"assistant_confidence_threshold": 2.0}, "threshold=2.0, but it is a probability"),
-    "a long lookup": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "size=-1, but it is a whole"),
-    "half a token": ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens=2.5, but it is a whole number"),
-    "two numbers": ({"strategy": PromptLookup(3), "prompt_lookup_num_tokens": 4}, "contradicts the strategy"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_options_are_refused_before_any_work(options, message, monkeypatch):
-    model, inputs = tiny("llama")
-    options = {name: value() if callable(value) else value for name, value in options.items()}
-    never_run(model, monkeypatch)
-    with pytest.raises((engine.OptionError, engine.ConfigError), match=message):
-        engine.generate(model, inputs, max_new_tokens=NEW, **options)
 
 
 def test_a_draft_sees_no_embeddings_and_no_given_encoder_outputs(monkeypatch):

@@ -453,58 +453,6 @@ def check_pads_once(model, inputs):
     engine.generate(model, inputs, guidance_scale=SCALE, max_new_tokens=1)
 
 
-IDS = {"negative_prompt_ids": torch.tensor([[4, 5]])}
-WRONG = {
-    "no scale": (IDS, "negative_prompt_ids cannot apply: guidance_scale=None means no guidance"),
-    "a scale of 1": (IDS | {"guidance_scale": 1.0}, "guidance_scale=1.0 means no guidance"),
-    "text without a scale": ({"negative_prompt": "no"}, "negative_prompt cannot apply"),
-    "a mask alone": (
-        {"guidance_scale": 2, "negative_prompt_attention_mask": torch.ones(1, 2)},
-        "the mask of negative_prompt_ids, which were not given",
-    ),
-    "both": (IDS | {"guidance_scale": 2, "negative_prompt": "no"}, "both say what to steer away from"),
-    "words": ({"guidance_scale": "2"}, "guidance_scale='2', but it is a finite number"),
-    "yes": ({"guidance_scale": True, "negative_prompt": "no"}, "means no guidance|finite number"),
-    "infinite": ({"guidance_scale": float("inf")}, "guidance_scale=inf, but it is a finite number"),
-    "too many": (
-        {"guidance_scale": 2, "negative_prompt_ids": torch.ones(3, 2).long()},
-        "3 negative prompts for 2 prompts",
-    ),
-    "empty": ({"guidance_scale": 2, "negative_prompt_ids": torch.ones(2, 0).long()}, "row 0 of 2 is empty"),
-    "pads alone": ({"guidance_scale": 2} | padded([[4, 5], []]), "row 1 of 2 is empty"),
-    "pads behind": (
-        IDS | {"guidance_scale": 2, "negative_prompt_attention_mask": torch.tensor([[1, 0]])},
-        "padded on the right, where the text goes on: pad on the left",
-    ),
-    "another mask": (
-        IDS | {"guidance_scale": 2, "negative_prompt_attention_mask": torch.ones(1, 3)},
-        r"has shape \[1, 3\], but the ids have \[1, 2\]",
-    ),
-    "unknown ids": ({"guidance_scale": 2, "negative_prompt_ids": [[4, 500]]}, "token id 500 is outside"),
-    "text without a tokenizer": (
-        {"guidance_scale": 2, "negative_prompt": "no"},
-        "negative_prompt: a text prompt needs",
-    ),
-    "numbers": ({"guidance_scale": 2, "negative_prompt_ids": torch.rand(2, 2)}, "negative_prompt_ids: token ids are"),
-    "a cache for fewer rows": (
-        {"guidance_scale": 2, "cache": "static", "cache_config": {"max_batch_size": 3}},
-        "2 prompts are to become 4 rows, but this static cache has room for 3",
-    ),
-    "positions": (
-        {"guidance_scale": 2, "position_ids": torch.arange(13).expand(2, -1)},
-        "in place of position_ids, and nothing says so",
-    ),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_options_are_refused_before_any_work(options, message, monkeypatch):
-    model, inputs = tiny("llama")
-    never_run(model, monkeypatch)
-    with pytest.raises((engine.OptionError, engine.InputError, caches.CacheError), match=message):
-        engine.generate(model, inputs, **options)
-
-
 def test_inputs_that_guidance_cannot_do_without_are_refused(monkeypatch):
     model, inputs = tiny("llama")
     embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
