@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import task, toy_flow
+from helpers import task
 
 import engine
 import strategies
 from engine.request.call import read
-from strategies import Crop, Emit, Forward, Needs, Rows
+from strategies import Emit, Forward, Needs, Rows
 from strategies.draw import draw
 from strategies.largest import highest, largest
 from strategies.operations import needs_of
@@ -53,33 +53,6 @@ def test_sampling_draws_from_the_processed_scores():
         flow.send(torch.tensor([[1, 1]]))
     assert counts[1] == 0
     assert abs(counts[0] / 2000 - 0.2) < 0.05  # 5.6 standard deviations
-
-
-def test_the_driver_carries_out_every_operation():
-    """A strategy of one's own, with rollback and reordering, gives greedy text: nothing it took back is left."""
-    from architectures import prompt, tiny_model
-
-    class Wasteful:
-        """Feeds two wrong tokens before every right one, takes them back, and swaps the rows twice."""
-
-        name, samples = "wasteful", False
-
-        def flow(self, task):
-            ids, process = task.ids, task.process
-            logits = yield Forward(ids)
-            while True:
-                ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
-                yield Rows(torch.tensor([1, 0]))
-                yield Forward(torch.full((2, 2), 77))
-                yield Crop(2)
-                yield Rows(torch.tensor([1, 0]))
-                logits = yield Forward(ids[:, -1:])
-
-    for name in ("llama", "mistral"):
-        model, inputs = tiny_model(name), prompt()
-        for cache in ("dynamic", "static", "none"):
-            out = engine.generate(model, inputs, cache=cache, strategy=Wasteful(), max_new_tokens=30)
-            assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=30, do_sample=False))
 
 
 def test_rows_may_become_more_and_everything_follows_them():
@@ -143,17 +116,6 @@ def test_a_flow_that_returns_ends_the_run():
     out = engine.generate(model, inputs, strategy=ThreeTokens(), max_new_tokens=30)
     assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=3, do_sample=False))
     assert out.finish_reasons == [None, None]
-
-
-def test_several_tokens_may_be_emitted_at_once():
-    from architectures import prompt, tiny_model
-
-    model, inputs = tiny_model("llama"), prompt()
-    out = engine.generate(model, inputs, strategy=toy_flow([[3, 4, 5], [6, 7, 8]]), max_new_tokens=5, eos_token_id=4)
-    assert out.sequences[0, 13:].tolist() == [3, 4, 0, 0, 0]
-    assert out.sequences[1, 13:].tolist() == [6, 7, 8, 6, 7]
-    assert out.finish_reasons == ["eos", "length"]
-    assert out.stats.new_tokens == 2 + 5
 
 
 # BeamState, groups and candidates by hand, over a vocabulary of 4: 3 ends a text.
