@@ -66,13 +66,3 @@ def test_an_empty_cache_takes_any_number_of_rows(backend, why, monkeypatch):
         assert torch.equal(out.sequences, expected)
         assert cache.max_rows is None or cache.max_rows >= rows
         cache.reset()
-
-
-def test_a_number_of_rows_that_was_told_stays():
-    model = tiny_model("llama")
-    cache = caches.build("static", model.config, max_cache_len=40, max_batch_size=2)
-    engine.generate(model, prompt(), cache=cache, max_new_tokens=4)
-    cache.reset()
-    assert cache.max_rows == 2
-    with pytest.raises(engine.InputError, match="room for 2 rows, but the prompt has 3"):
-        engine.generate(model, prompt(rows=3), cache=cache, max_new_tokens=4)

@@ -135,11 +135,13 @@ def test_rows_of_an_open_step_are_not_dealt_out():
     trial.check()
 
 
-def test_parts_that_hold_other_tokens_are_not_gathered():
+@pytest.mark.parametrize(("number", "why"), [(0, "same layers and tokens"), (1, "open")])
+def test_parts_that_hold_other_tokens_or_are_in_a_step_are_refused_before_anything_changes(number, why):
     parts = dealt(four_rows("dynamic", "full", forks=False))
-    parts[0].step(1)
-    with pytest.raises(caches.StepError, match="same layers and tokens"):
+    parts[number].cache.begin(1) if why == "open" else parts[number].step(1)
+    with pytest.raises(caches.StepError, match=why):
         gather_rows([part.cache for part in parts])
+    parts[number].cache.abort()
     for part in parts:
         part.check()
 
@@ -190,16 +192,6 @@ def test_an_encoders_part_is_gathered_where_the_decoders_is_empty():
     whole = gather_rows(deal_rows(cache, [1, 3], [None, None]))
     assert whole.parts[1].batch_size == 4
     assert torch.equal(whole.parts[1].layers[0].keys, columns)
-
-
-def test_an_open_step_of_any_part_is_refused_before_anything_changes():
-    parts = dealt(four_rows("dynamic", "full", forks=False))
-    parts[1].cache.begin(1)
-    with pytest.raises(caches.StepError, match="open"):
-        gather_rows([part.cache for part in parts])
-    parts[1].cache.abort()
-    for part in parts:
-        part.check()
 
 
 def test_what_can_neither_be_gathered_nor_brought_back_is_empty_everywhere(monkeypatch):

@@ -7,13 +7,13 @@ import resource
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import pytest
 import torch
 from architectures import four_layers, prompt, tiny_model
-from contract import EDGES, FULL, KINDS, READS_OTHERS, Kind, LayerSpec, build
+from contract import EDGES, FULL, KINDS, READS_OTHERS, Kind, build
 from encoder_decoders import source, tiny_encoder_decoder
+from on_disk import limited
 from transformers import GenerationMixin
 from trial import Trial
 from walk import walk
@@ -130,15 +130,6 @@ def test_without_room_for_a_smaller_copy_nothing_changes(residency, monkeypatch)
     monkeypatch.setattr(kind, "_allocate", full)
     out = engine.generate(model, long, cache="offloaded", cache_config={"residency": residency}, max_new_tokens=NEW)
     assert torch.equal(out.sequences, expected)
-
-
-def test_disk_in_transformers_beam_search(tmp_path):
-    for name in ("llama", "gemma2"):
-        model, inputs = tiny_model(name), prompt()
-        options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 3}
-        ours = caches.build("offloaded", model.config, **on_disk(tmp_path))
-        expected = model.generate(**inputs, **options)
-        assert torch.equal(model.generate(**inputs, **options, past_key_values=ours), expected)
 
 
 @pytest.mark.parametrize("kind", ["full", "full + sliding", "indexed", "windows with states", "encoder, full"])
@@ -375,15 +366,8 @@ def test_buffers(new_buffer, rows_room, monkeypatch):
 # The disk.
 
 
-@contextmanager
 def files_of_at_most(size):
-    """As if the disk were full beyond it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    return limited(resource.RLIMIT_FSIZE, size)
 
 
 @pytest.mark.parametrize("kind", ["full", "full + sliding", "attention with states", "encoder, full"])
@@ -440,16 +424,6 @@ def test_a_full_disk_keeps_what_was_generated(tmp_path):
     assert torch.equal(rest.sequences, expected)
 
 
-def test_space_is_taken_before_it_is_used(tmp_path):
-    """A full disk cannot come as a signal when a column is written."""
-    buffer = DiskBuffer(DiskFile(str(tmp_path)))
-    for columns in (10_000, 30_000):
-        if buffer.shape is None:
-            buffer.open(torch.empty(1, 2, 0, 8), columns)
-        buffer.reserve(columns, keep=0)
-        assert os.fstat(buffer.disk_file._file.fileno()).st_blocks * 512 >= columns * 2 * 8 * 4
-
-
 LIVES_UNTIL_KILLED = """
 import sys, time, torch, caches
 from transformers import LlamaConfig
@@ -490,27 +464,6 @@ def test_nothing_is_left_on_the_disk_of_a_process_that_was_killed(tmp_path):
 
 
 # What it is not for.
-
-
-def test_compiled_steps_are_refused():
-    model = tiny_model("llama")
-    generator = engine.Generator(model, config=engine.EngineConfig(compile="aot_eager"))
-    for backend in BACKENDS:
-        with pytest.raises(engine.OptionError, match=f"cannot be with the {backend} cache: .* fetched layer by layer"):
-            generator.generate(prompt(), cache=backend)
-        live = caches.build(backend, model.config, **({"max_cache_len": 64} if backend == "offloaded_static" else {}))
-        assert live.why_not_compiled is not None
-        engine.generate(model, prompt(), cache=live, max_new_tokens=2)
-        with pytest.raises(caches.StepError, match="not there to stay"):
-            engine.export_step(model, live)
-
-
-def test_options_that_contradict_each_other():
-    with pytest.raises(ConfigError, match="folder='/x' is for residency='disk'"):
-        caches.build("offloaded", tiny_model("llama").config, folder="/x")
-    specs = [LayerSpec("unknown", frozenset({"something unknown"}))]
-    with pytest.raises(caches.UnsupportedLayerError, match="offloaded"):
-        caches.recipe("offloaded").make(specs, caches.recipe("offloaded").options())
 
 
 @pytest.mark.parametrize("cache", [*BACKENDS, "offloaded_quantized"])

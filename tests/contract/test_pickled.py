@@ -1,6 +1,7 @@
-"""Caches and results of every backend, copied, written down and read back by pickle and by torch."""
+"""Caches and results of every backend, copied, written down and read back by pickle, by torch and from files."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -23,8 +24,13 @@ def saved(value):
     return torch.load(file, weights_only=False)
 
 
+def from_file(result, model, folder):
+    result.cache.save(folder / "cache")
+    return dataclasses.replace(result, cache=caches.load(folder / "cache", model))
+
+
 @pytest.mark.parametrize(("backend", "residency"), list(cases()))
-def test_a_run_goes_on_from_what_was_written_down(backend, residency):
+def test_a_run_goes_on_from_what_was_written_down(backend, residency, tmp_path):
     runs, most = 0, {"dynamic": len(MODELS), "offloaded": 2}.get(backend, 1)
     for name in MODELS if residency == "host" else MODELS[:1]:
         if runs == most:
@@ -36,6 +42,8 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
         except (caches.UnsupportedLayerError, ConfigError):
             continue
         copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first)] + ([saved(first)] if runs == 0 else [])
+        if first.cache is not None:
+            copies.append(from_file(first, model, tmp_path))
         go_on = {"max_new_tokens": NEW} if first.cache is not None else options
         cache = {} if first.cache is None else {"cache": copy.deepcopy(first.cache)}
         expected = engine.generate(model, first.sequences, **go_on, **cache).sequences
@@ -45,6 +53,7 @@ def test_a_run_goes_on_from_what_was_written_down(backend, residency):
             second = engine.generate(model, one.sequences, **go_on, **cache)
             assert torch.equal(second.sequences, expected)
             assert one.cache is None or second.stats.prompt_tokens == 2
+            assert second.stats.cache == first.stats.cache
         runs += 1
     assert runs or backend == "encoder_decoder"
 
@@ -73,12 +82,13 @@ def test_codes_of_every_codec_are_pickled(backend, codec, bits):
 
 
 @pytest.mark.parametrize("choice", PAIRS.values(), ids=PAIRS)
-def test_of_an_encoder_too(choice):
+def test_of_an_encoder_too(choice, tmp_path):
     model, inputs = tiny_encoder_decoder("bart"), source("bart")
     first = engine.generate(model, inputs, **choice, max_new_tokens=NEW, output_hidden_states=True, num_beams=2)
     options = {"decoder_input_ids": first.sequences, "max_new_tokens": NEW}
     expected = engine.generate(model, inputs, **options).sequences
-    for one in (pickle.loads(pickle.dumps(first)), copy.deepcopy(first), saved(first)):
+    copies = [pickle.loads(pickle.dumps(first)), copy.deepcopy(first), saved(first)]
+    for one in (*copies, from_file(first, model, tmp_path)):
         for field in ("hidden_states", "encoder_hidden_states", "sequences_scores", "beam_indices"):
             torch.testing.assert_close(getattr(one, field), getattr(first, field), rtol=0, atol=0)
         assert (one.stats, one.tokens, repr(one)) == (first.stats, first.tokens, repr(first))

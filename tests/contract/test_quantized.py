@@ -416,14 +416,6 @@ def test_a_library_that_is_not_installed(monkeypatch, backend, package):
     assert caches.build("quantized", tiny_model("llama").config, backend="kivi").is_quantized
 
 
-def test_no_graph():
-    generator = engine.Generator(
-        tiny_model("llama"), config=engine.EngineConfig(cache="quantized", compile="aot_eager")
-    )
-    with pytest.raises(engine.OptionError, match="cannot be with the quantized cache: a graph has no branches"):
-        generator.generate(prompt(), max_new_tokens=3)
-
-
 def test_every_codec_is_described_and_there():
     assert CHOICES.keys() == CODECS.keys()
     for backend, facts in CODECS.items():
@@ -432,10 +424,6 @@ def test_every_codec_is_described_and_there():
 
 
 def test_models_of_which_some_layers_encode_nothing():
-    """Windows shorter than the residual and states stay as they are, and the cache says how much of it is encoded."""
+    """Windows shorter than the residual and states stay as they are. Where nothing is left: test_backend_table.py."""
     cache = caches.build("quantized", tiny_model("gemma2").config, residual_length=16)
     assert [layer.spec.layer_type for layer in cache.layers if layer.is_quantized] == ["full_attention"]
-    with pytest.raises(caches.UnsupportedLayerError, match="would encode nothing of this model: it has no keys"):
-        caches.build("quantized", tiny_model("mamba").config)
-    with pytest.raises(caches.UnsupportedLayerError, match="windows of 8 tokens are no longer than what stays"):
-        caches.build("quantized", tiny_model("mistral").config)

@@ -11,12 +11,13 @@ import subprocess
 import sys
 import weakref
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 import torch
 from architectures import prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
-from on_disk import ON_DISK, built, descriptors
+from on_disk import ON_DISK, built, descriptors, limited
 from places import ROOT
 
 import caches
@@ -32,54 +33,38 @@ def fed(cache, layers: int, tokens: int = 6, rows: int = 2) -> None:
         cache.update(new, new, layer)
 
 
-@contextmanager
-def limited(what: int, soft: int):
-    before = resource.getrlimit(what)
-    resource.setrlimit(what, (soft, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(what, before)
-
-
 # Descriptors.
 
 
-@pytest.mark.parametrize("backend", ON_DISK)
-def test_a_cache_takes_one_descriptor(backend):
-    model, before = tiny_model("llama"), descriptors()
-    cache = engine.generate(model, prompt(), cache=built(backend, model.config), max_new_tokens=24).cache
-    assert cache.bytes_by_place["disk"] > 0
-    assert descriptors() == before + 1
+LLAMA, T5 = (partial(tiny_model, "llama"), prompt()), (partial(tiny_encoder_decoder, "t5"), source("t5"))
+RUNS = {
+    **{backend: (*LLAMA, {"cache": backend, "cache_config": ON_DISK[backend]}, 1) for backend in ON_DISK},
+    "beams": (*LLAMA, {"num_beams": 3}, 1),
+    "several beams": (*LLAMA, {"num_beams": 2, "num_return_sequences": 2}, 1),
+    "an encoder and a decoder": (*T5, {}, 2),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_part_of_a_cache_takes_one_descriptor(run):
+    make, inputs, options, parts = RUNS[run]
+    options = {"cache": "offloaded", "cache_config": {}, "max_new_tokens": 24} | options
+    options["cache_config"] = options["cache_config"] | {"residency": "disk"}
+    model, before = make(), descriptors()
+    cache = engine.generate(model, inputs, **options).cache
+    assert all(part.bytes_by_place["disk"] > 0 for part in cache.parts)
+    assert descriptors() == before + parts
     twin = copy.deepcopy(cache)
-    assert descriptors() == before + 2
+    assert descriptors() == before + 2 * parts
     cache.release()
-    assert descriptors() == before + 1
+    assert descriptors() == before + parts
     assert twin.bytes_by_place["disk"] > 0
     twin.release()
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}], ids=str)
-def test_forked_rows_too(options):
-    model, before = tiny_model("llama"), descriptors()
-    out = engine.generate(
-        model, prompt(), cache="offloaded", cache_config={"residency": "disk"}, max_new_tokens=5, **options
-    )
-    assert out.cache.bytes_by_place["disk"] > 0
-    assert descriptors() == before + 1
-
-
-def test_an_encoder_decoder_cache_takes_two():
-    model, before = tiny_encoder_decoder("t5"), descriptors()
-    out = engine.generate(model, source("t5"), cache="offloaded", cache_config={"residency": "disk"}, max_new_tokens=5)
-    assert all(part.bytes_by_place["disk"] > 0 for part in out.cache.parts)
-    assert descriptors() == before + 2
-
-
 def test_split_rows_take_one_per_part():
-    model, before = tiny_model("llama"), descriptors()
-    cache = built("offloaded", model.config)
+    cache, before = built("offloaded", tiny_model("llama").config), descriptors()
     fed(cache, 4, rows=8)
     cache.finish_step()
     parts = cache
@@ -257,19 +242,13 @@ def test_a_fork_of_the_process_has_a_file_of_its_own(tmp_path):
             assert not slab._returned
             del own, grown
             assert slab._file is None
+            again = slab.window(_PAGE)
+            del again  # a file from before the fork gives back too
+            assert slab._file is None
     slab._lock.release()
     assert window[:4] == b"kept"
     assert slab._size == os.fstat(slab._file.fileno()).st_size == 2 * _PAGE
     assert not any(slab.window(3 * _PAGE)[:])
-
-
-def test_a_slab_from_before_a_fork_gives_back_too(tmp_path):
-    slab = DiskFile(str(tmp_path))
-    with forked() as is_child:
-        if is_child:
-            window = slab.window(_PAGE)
-            del window
-            assert slab._file is None
 
 
 @pytest.mark.parametrize(("given", "then"), [(None, "there"), ("mine", "mine")])
@@ -287,7 +266,7 @@ import os, resource, sys, torch, transformers
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 import caches, engine
 from caches.transfer.split_rows import halves
-from on_disk import ON_DISK, built, descriptors
+from on_disk import ON_DISK, built, descriptors, limited
 config = transformers.LlamaConfig(vocab_size=101, hidden_size=16, intermediate_size=16, num_hidden_layers=80,
     num_attention_heads=2, num_key_value_heads=2, head_dim=8, eos_token_id=None, pad_token_id=0)
 model = transformers.LlamaForCausalLM(config).eval()

@@ -11,7 +11,8 @@ import pytest
 import torch
 from helpers import needed
 from pages import check_generated
-from references import draft_of, never_run, tiny
+from references import draft_of, tiny
+from resuming import check_goes_on
 from strategy_cases import LOSSY, MODELS, OPTIONS, REFUSALS
 
 import caches
@@ -26,13 +27,15 @@ NEW = 8
 REMEDY = r"[Uu]se |leave|[Gg]ive|choose|[Gg]enerate with|cache='"
 
 
-def run(strategy: str, kind: str, cache: str, **options) -> engine.Generation:
+def run(
+    strategy: str, kind: str, cache: str, config: engine.EngineConfig | None = None, **options
+) -> engine.Generation:
     model, inputs = tiny(MODELS[kind])
     torch.manual_seed(4)
     chosen = strategies.build(strategy, **OPTIONS.get(strategy, {}))
     draft = draft_of(MODELS[kind]) if needs_of(chosen).draft else None
-    return engine.generate(
-        model, inputs, cache=cache, cache_config=options, strategy=chosen, assistant_model=draft, max_new_tokens=NEW
+    return engine.Generator(model, config=config).generate(
+        inputs, cache=cache, cache_config=options, strategy=chosen, assistant_model=draft, max_new_tokens=NEW
     )
 
 
@@ -62,6 +65,33 @@ def test_the_text_is_that_of_no_cache_or_refused_with_a_remedy(strategy, kind, c
     if refusal is not None:
         assert re.search(REMEDY, refusal)
         assert all(outcome(other, kind, cache) is not None for other in strategies.names())  # no matter of the strategy
+
+
+@pytest.mark.parametrize(("strategy", "kind", "cache"), cells([name for name in caches.names() if name != "none"]))
+def test_its_cache_goes_on(strategy, kind, cache):
+    """Whatever rows and tokens the strategy has tried and taken back; windows and columns read little again."""
+    if outcome(strategy, kind, cache) is not None:
+        pytest.skip("the backend is refused")
+    out = run(strategy, kind, cache, **needed(cache))
+    rest = check_goes_on(*tiny(MODELS[kind]), out)
+    if kind in ("full", "window", "full and windows"):
+        assert rest.stats.prompt_tokens <= len(out.sequences) * NEW
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_a_prompt_in_pieces(strategy, kind):
+    config = engine.EngineConfig(prefill_chunk_tokens=2)
+    assert torch.equal(run(strategy, kind, "dynamic", config).sequences, expected(strategy, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", strategies.names())
+def test_compiled_steps(strategy):
+    torch._dynamo.reset()
+    config = engine.EngineConfig(compile="aot_eager")
+    for _ in range(2):
+        assert torch.equal(run(strategy, "full", "static", config).sequences, expected(strategy, "full"))
 
 
 @pytest.mark.parametrize(("strategy", "kind", "cache"), cells(LOSSY))
@@ -104,61 +134,6 @@ def test_the_documentation_states_which_strategies_work():
     found = table()
     assert "| `dynamic` |" + " all |" * len(MODELS) in found
     check_generated("strategies", found)
-
-
-GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}
-WRONG = {
-    "unequal groups": (GROUPS | {"num_beam_groups": 3}, "num_beams=4 cannot be 3 groups of equal size"),
-    "groups without beams": ({"num_beam_groups": 2, "diversity_penalty": 1.0}, "groups need num_beams=2 or more"),
-    "no diversity": ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty=0.0, and without one over 0 all"),
-    "diversity of one group": ({"num_beams": 4, "diversity_penalty": 1.0}, "it is for num_beam_groups=2 or more"),
-    "groups that sample": (GROUPS | {"do_sample": True}, "'diverse_beam' contradicts do_sample=True"),
-    "no candidates": ({"penalty_alpha": 0.6}, "also needs top_k, how many candidates to compare: give top_k=4"),
-    "one candidate": ({"penalty_alpha": 0.6, "top_k": 1}, "contrastive search also needs top_k=2 or more"),
-    "one candidate, by name": ({"strategy": "contrastive", "top_k": 1}, "top_k=1, but it needs 2 candidates or more"),
-    "alpha too large": ({"penalty_alpha": 1.5, "top_k": 4}, "penalty_alpha=1.5, but it is a number from 0 to 1"),
-    "alpha and sampling": ({"penalty_alpha": 0.6, "top_k": 4, "do_sample": True}, "penalty_alpha=0.6 cannot apply"),
-    "alpha and beams": ({"penalty_alpha": 0.6, "top_k": 4, "num_beams": 2}, "penalty_alpha=0.6 cannot apply"),
-    "more texts than beams": ({"num_beams": 4, "num_return_sequences": 5}, "num_beams=4 end with that many texts"),
-    "several greedy": ({"num_return_sequences": 2}, "the same text every time; use do_sample=True, or num_beams"),
-    "several contrastive": ({"strategy": "contrastive", "num_return_sequences": 2}, "the same text every time"),
-    "no texts": ({"num_beams": 4, "num_return_sequences": 0}, "num_return_sequences=0, but it is a whole number, 1"),
-    "no beams": ({"num_beams": 0}, "num_beams=0, but it is a whole number, 1 or more"),
-    "half a beam": ({"num_beams": 2.5}, "num_beams=2.5, but it is a whole number"),
-    "one beam, by name": ({"strategy": "beam", "num_beams": 1}, "num_beams=1 is greedy search"),
-    "early stopping": (
-        {"num_beams": 4, "early_stopping": "sometimes"},
-        "='sometimes', but it is True, False or 'never'",
-    ),
-    "early stopping, a number": ({"num_beams": 4, "early_stopping": 1}, "early_stopping=1, but it is True, False or"),
-    "early stopping, greedy": ({"early_stopping": True}, "it ends a search with num_beams=2 or more"),
-    "a penalty in words": (
-        {"num_beams": 4, "length_penalty": "long"},
-        "penalty='long', but it is a finite number",
-    ),
-    "a penalty, greedy": ({"length_penalty": 2.0}, "it compares the texts of beams; give num_beams=2 or more"),
-    "warm beams": ({"num_beams": 4, "temperature": 0.5}, "applies to sampling, but beam draws nothing"),
-    "beams by greedy": ({"strategy": "greedy", "num_beams": 4}, "num_beams=4 cannot apply: greedy has no use for it"),
-    "a misspelt name": ({"strategy": "beem"}, "no strategy named 'beem'; did you mean 'beam'"),
-    "an object, other beams": ({"strategy": Beam(4), "num_beams": 2}, "num_beams=2 contradicts the strategy"),
-    "an object, no beams": ({"strategy": Beam(4), "num_beams": 1}, "num_beams=1 contradicts the strategy"),
-    "an object that stops early": (
-        {"strategy": Beam(early_stopping=True), "early_stopping": False},
-        "early_stopping=False contradicts the strategy",
-    ),
-    "an object, other candidates": ({"strategy": Contrastive(), "top_k": 50}, "top_k=50 contradicts the strategy"),
-    "an object, more texts": ({"strategy": Sampling(), "num_return_sequences": 3}, "contradicts the strategy"),
-    "an object that draws nothing": ({"strategy": Beam(4), "do_sample": True}, "'beam' contradicts do_sample=True"),
-    "an object that draws": ({"strategy": Beam(do_sample=True), "do_sample": False}, "contradicts do_sample=False"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_options_are_refused_before_any_work(options, message, monkeypatch):
-    model, inputs = tiny("llama")
-    never_run(model, monkeypatch)
-    with pytest.raises((engine.OptionError, engine.ConfigError), match=message):
-        engine.generate(model, inputs, **options)
 
 
 def test_wrong_objects_cannot_be_made():

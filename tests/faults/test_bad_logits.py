@@ -7,18 +7,14 @@ import pytest
 import torch
 from architectures import VOCABULARY
 from constraints import END, NEW, Constraint, Drafting, one_of, tree
-from helpers import try_facts
 from references import draft_of, tiny
 from resuming import check_goes_on
-from strategy_cases import NAMES, asked
 
 import engine
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
 NAN, INF = float("nan"), float("inf")
-LAYERS = dict.fromkeys(("llama", "mistral", "jamba"), "model.layers.1")
-LAYERS |= {"mamba": "backbone.layers.1", "t5": "decoder.block.1"}
 
 
 @pytest.fixture(params=[False, True], ids=["read at once", "read late"])
@@ -49,44 +45,6 @@ def stopped(model, inputs, match, **options):
     with pytest.raises(engine.InvalidLogitsError, match=match) as error:
         engine.generate(model, inputs, **{"max_new_tokens": NEW} | options)
     return error.value.partial
-
-
-LATE = [("llama", "dynamic"), ("llama", "static"), ("jamba", "dynamic")]
-AT_ONCE = [*((name, "dynamic") for name in LAYERS), ("llama", "offloaded"), ("llama", "none")]
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize(("name", "cache", "late"), [(*cell, late) for late, cells in ((True, LATE), (False, AT_ONCE))
-                                                     for cell in cells])  # fmt: skip
-def test_a_layer_that_breaks(name, cache, late, strategy, monkeypatch):
-    """What it writes into the cache is NaN too: nothing of that is left."""
-    monkeypatch.setattr("engine.decoding.token_buffer.reads_late", lambda device: late)
-    model, inputs = tiny(name)
-    try_facts(model)
-    options = asked(strategy, model) | {"max_new_tokens": NEW, "cache": cache}
-    if strategy == "assisted":
-        options["assistant_model"] = draft_of(name)
-    made = []
-    for after in (0, 4):
-        torch.manual_seed(2)
-        with breaking(model.get_submodule(LAYERS[name]), NAN, after):
-            part = stopped(model, inputs, r"the model returned \d+ NaN among \d+ scores for new tokens? \d+", **options)
-        check_goes_on(model, inputs, part, new_tokens=4)
-        made.append(len(part.tokens[0]))
-    assert made[0] == 0 < made[1]
-
-
-@pytest.mark.parametrize(("name", "cache"), [("llama", "dynamic"), ("mistral", "static"), ("jamba", "dynamic")])
-def test_the_text_goes_on_as_if_nothing_had_happened(late, name, cache):
-    model, inputs = tiny(name)
-    whole = engine.generate(model, inputs, max_new_tokens=NEW)
-    for step in (0, 1, 5, NEW - 1):
-        with breaking(model.get_submodule(LAYERS[name]), NAN, step):
-            match = rf"after {step} new tokens? per row: the model returned .* for new token {step + 1} of rows 0, 1"
-            part = stopped(model, inputs, match, cache=cache)
-        assert part.tokens == [row[:step] for row in whole.tokens]
-        assert part.logits is part.scores is None
-        assert check_goes_on(model, inputs, part, NEW - step).sequences.tolist() == whole.sequences.tolist()
 
 
 @pytest.mark.parametrize("options", [{}, {"do_sample": True}, {"num_beams": 2}], ids=str)
@@ -154,7 +112,7 @@ def test_the_turn_before_is_kept(late, name):
     mask = torch.ones_like(first.sequences)
     whole = engine.generate(model, first.sequences, attention_mask=mask, max_new_tokens=NEW)
     seen = first.cache.total_tokens
-    with breaking(model.get_submodule(LAYERS[name]), NAN, 0):
+    with breaking(model.model.layers[1], NAN, 0):
         part = stopped(model, first.sequences, "after 0 new tokens per row", cache=first.cache)
     assert part.cache is first.cache
     assert part.cache.total_tokens == seen
@@ -214,17 +172,6 @@ def spoils(value, rows=slice(None), at=16):
 
 def harmless(ids, scores):
     return scores + 0.0
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-def test_a_processor_that_leaves_nothing(late, strategy):
-    model, inputs = tiny("llama")
-    options = asked(strategy, model) | {"max_new_tokens": NEW}
-    for value in (NAN, -INF):
-        processors = [harmless, spoils(value), harmless]
-        part = stopped(model, inputs, "new token|all scores", logits_processor=processors, **options)
-        assert all(len(tokens) <= 3 for tokens in part.tokens)
-        check_goes_on(model, inputs, part)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from architectures import tiny_model
-from fallbacks import expected, prompt
+from fallbacks import prompt
 
 import caches
 import engine
@@ -53,20 +53,6 @@ def test_a_processor_that_cannot_follow_leaves_the_cache_whole(choices, caplog):
     whole = {"input_ids": partial.sequences, "attention_mask": mask[:, : partial.sequences.shape[1]]}
     rest = engine.generate(model, whole, cache=cache, max_new_tokens=4)
     assert torch.equal(rest.sequences, engine.generate(model, whole, max_new_tokens=4).sequences)
-
-
-def test_what_a_criterion_raises_is_told():
-    def stops(ids, scores):
-        if ids.shape[1] > 42:
-            raise TypeError("a bug in a criterion")
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-    cache = caches.build("dynamic", tiny_model("llama").config)
-    with pytest.raises(engine.GenerationInterrupted, match="criterion") as told:
-        engine.generate(tiny_model("llama"), prompt(), cache=cache, max_new_tokens=NEW, stopping_criteria=[stops])
-    made = told.value.partial.sequences.shape[1]
-    assert torch.equal(told.value.partial.sequences, expected().sequences[:, :made])
-    assert cache.total_tokens == made - 1
 
 
 def test_a_late_reading_that_fails_once_more_is_logged(caplog, monkeypatch):

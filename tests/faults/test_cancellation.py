@@ -9,7 +9,7 @@ import torch
 from helpers import looks_ahead
 from references import tiny
 from resuming import NEW, again, check_goes_on
-from strategy_cases import LOSSY, NAMES, asked
+from strategy_cases import LOSSY
 from streamers import Columns
 
 import caches
@@ -107,20 +107,6 @@ def test_rows_that_have_ended(cache):
         alone = caches.select_rows(part.cache, torch.tensor([1]))
         rest = engine.generate(model, part.sequences[1:], cache=alone, max_new_tokens=NEW - step)
         assert torch.equal(rest.sequences, whole.sequences[1:])
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "jamba", "mamba", "t5"])
-@pytest.mark.parametrize("strategy", NAMES)
-def test_every_strategy_gives_rows_of_a_result(strategy, name):
-    model, inputs = tiny(name)
-    options = asked(strategy, model) | {"max_new_tokens": NEW}
-    torch.manual_seed(5)
-    rows = len(engine.generate(model, inputs, **options).sequences)
-    for step in range(1, 4):
-        torch.manual_seed(5)
-        part = cancelled(model, inputs, step, **options)
-        assert len(part.sequences) in (rows, 2)
-        check_goes_on(model, inputs, part)
 
 
 SEARCHES = {
@@ -287,21 +273,6 @@ def handler():
     return signal.getsignal(signal.SIGINT)
 
 
-@pytest.mark.parametrize("strategy", NAMES)
-def test_ctrl_c_finishes_the_step(strategy):
-    model, inputs = tiny("llama")
-    options = asked(strategy, model) | {"max_new_tokens": NEW}
-    with pytest.raises(KeyboardInterrupt, match="stopped with Ctrl-C") as stopped:
-        engine.generate(model, inputs, logits_processor=[press_at(2)], **options)
-    assert handler() is signal.default_int_handler
-    assert isinstance(stopped.value, engine.UserInterrupt)
-    assert not isinstance(stopped.value, Exception)  # who goes on after any failure does not go on after this
-    part = stopped.value.partial
-    steps = 1 if strategy == "assisted" else 2  # of which the second one is the draft's
-    assert part.stats.new_tokens >= len(part.sequences) * steps
-    check_goes_on(model, inputs, part)
-
-
 def test_the_second_ctrl_c_interrupts_at_once():
     model, inputs = tiny("llama")
     whole = engine.generate(model, inputs, max_new_tokens=NEW)
@@ -416,39 +387,6 @@ def test_in_other_threads_no_handler_is_touched():
     thread.start()
     thread.join()
     assert handlers == [signal.default_int_handler] * 2
-
-
-LAYERS = {"llama": "model.layers.2", "mistral": "model.layers.2", "jamba": "model.layers.1", "t5": "decoder.block.1"}
-
-
-@pytest.mark.parametrize("strategy", NAMES)
-@pytest.mark.parametrize("name", LAYERS)
-def test_interrupted_in_the_middle_of_a_forward(name, strategy, monkeypatch):
-    """By a handler that raises wherever it finds us: the step has never been."""
-
-    class Handled(KeyboardInterrupt):
-        pass
-
-    model, inputs = tiny(name)
-    layer, calls = model.get_submodule(LAYERS[name]), []
-    forward = layer.forward
-
-    def interrupted(*args, **kwargs):
-        calls.append(0)
-        out = forward(*args, **kwargs)
-        if len(calls) == 4:
-            raise Handled
-        return out
-
-    streamer = Columns()
-    options = asked(strategy, model) | {"max_new_tokens": NEW, "streamer": streamer}
-    with monkeypatch.context() as patch:
-        patch.setattr(layer, "forward", interrupted)
-        with pytest.raises(Handled) as stopped:
-            engine.generate(model, inputs, **options)
-    assert streamer.ends == 1
-    assert stopped.value.partial.stats.new_tokens > 0
-    check_goes_on(model, inputs, stopped.value.partial)
 
 
 def test_a_cache_that_cannot_follow_is_read_again(monkeypatch):

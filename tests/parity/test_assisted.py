@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import weakref
-from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -12,18 +11,16 @@ import torch
 from architectures import suiting, tiny_model
 from helpers import StopAfter
 from references import conversation, draft_of, exact, never_run, tiny
-from transformers import AutoTokenizer, DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedTokenizerFast, StaticCache
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
-import caches
 import engine
-from strategies import Assisted, PromptLookup
+from strategies import Assisted
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
 NEW = 14
 KINDS = ["llama", "mistral", "gemma2", "mamba", "jamba", "bamba", "t5"]
-MORE_KINDS = ["gpt2", "llama4_text", "qwen3", "mamba2", "falcon_h1", "lfm2", "qwen3_next", "bart", "whisper"]
 ALL = 0.0  # no threshold: every draft is as long as was said
 
 
@@ -56,61 +53,7 @@ def same(out, expected):
     assert out.stats.new_tokens == expected.stats.new_tokens
 
 
-def cells(names):
-    found = [(name, cache) for name in names for cache in caches.names()]
-    return [pytest.param(*cell, id="-".join(cell)) for cell in found]
-
-
-@pytest.mark.parametrize(("name", "cache"), cells(["gemma2", "jamba"]))
-def test_every_backend(name, cache):
-    model, inputs = of_rows(name, 4)
-    given = exact(cache, model)
-    expected = greedy(model, inputs, cache="none") if not is_refused(model, inputs, given) else None
-    if expected is None:
-        pytest.skip("greedy search is refused too")
-    out = assisted(model, inputs, draft_of(name), **given)
-    same(out, expected)
-    assert 0 < out.stats.accepted_tokens < out.stats.drafted_tokens
-    if name != "t5":
-        inputs = twice(inputs)
-    same(engine.generate(model, inputs, prompt_lookup_num_tokens=3, max_new_tokens=NEW, **given),
-         greedy(model, inputs, cache="none"))  # fmt: skip
-
-
-def is_refused(model, inputs, given):
-    try:
-        greedy(model, inputs, **given | {"max_new_tokens": 1})
-    except caches.UnsupportedLayerError:
-        return True
-    return False
-
-
-def twice(inputs):
-    """The prompt twice, so that there is something to look up."""
-    names = ("input_ids", "attention_mask")
-    first, mask = (inputs[name] for name in names)
-    again = torch.cat([first, first[:, -3:], first[:, -3:]], dim=1)
-    return inputs | {names[0]: again, names[1]: torch.cat([mask, mask[:, -3:], mask[:, -3:]], dim=1)}
-
-
-DRAFTS = ["the model itself", "a good one", "a bad one"]
-IN_TURN = list(product(DRAFTS, [1, 4], [1, 4, 20]))
-
-
-@pytest.mark.product
-@pytest.mark.parametrize(("name", "cache"), cells(KINDS + MORE_KINDS))
-def test_every_backend_with_all_drafts_in_turn(name, cache):
-    place = (KINDS + MORE_KINDS).index(name) * len(caches.names()) + caches.names().index(cache)
-    draft, rows, tokens = IN_TURN[place * 5 % len(IN_TURN)]
-    model, inputs = of_rows(name, rows)
-    given = exact(cache, model)
-    if is_refused(model, inputs, given):
-        pytest.skip("greedy search is refused too")
-    out = assisted(model, inputs, drafts(name)[draft], tokens, max_new_tokens=30, **given)
-    same(out, greedy(model, inputs, cache="none", max_new_tokens=30))
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["the model itself", "a good one", "a bad one"])
 @pytest.mark.parametrize("name", [*KINDS, "lfm2", "falcon_h1", "whisper"])
 def test_every_kind_of_model_and_draft(name, draft):
     if suiting_or_none(name) == ["none"]:
@@ -185,18 +128,6 @@ def test_code_repeats_itself(shipped):
     assert out.stats.accepted_tokens > 8
     assert out.stats.verifications < 32
     assert expected.stats.drafted_tokens is expected.stats.accepted_tokens is expected.stats.verifications is None
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_transformers_own_assisted_decoding_says_the_same(name):
-    model, inputs = tiny(name, pads=0, rows=1)
-    plain = {"max_new_tokens": NEW, "do_sample": False}
-    for prompt in (inputs, twice(inputs)):
-        for draft in (model, draft_of(name)):
-            theirs = model.generate(**prompt, **plain, assistant_model=draft)
-            assert torch.equal(assisted(model, prompt, draft).sequences, theirs)
-        lookup = plain | {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 2}
-        assert torch.equal(engine.generate(model, prompt, **lookup).sequences, model.generate(**prompt, **lookup))
 
 
 @pytest.mark.parametrize(
@@ -294,30 +225,6 @@ def test_a_model_that_would_have_to_read_the_cache_again_needs_the_conversation(
     new = both | {"input_ids": both["input_ids"][:, first.cache.total_tokens :]}
     with pytest.raises(engine.OptionError, match="21 tokens in the cache were not given: give the whole conversation"):
         engine.generate(model, new, cache=first.cache, prompt_lookup_num_tokens=3, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("name", ["llama", "bamba"])
-def test_a_prompt_and_proposals_in_pieces(name):
-    model, inputs = tiny(name)
-    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=3))
-    for draft in drafts(name).values():
-        out = generator.generate(
-            inputs,
-            assistant_model=draft,
-            num_assistant_tokens=7,
-            assistant_confidence_threshold=ALL,
-            max_new_tokens=NEW,
-        )
-        same(out, greedy(model, inputs))
-
-
-@pytest.mark.slow
-def test_compiled():
-    torch._dynamo.reset()
-    model, inputs = tiny("llama")
-    generator = engine.Generator(model, config=engine.EngineConfig(cache="static", compile="aot_eager"))
-    for options in ({"assistant_model": draft_of("llama")}, {"prompt_lookup_num_tokens": 3}):
-        same(generator.generate(inputs, max_new_tokens=NEW, **options), greedy(model, inputs))
 
 
 @pytest.mark.parametrize("options", [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 9}])
@@ -533,13 +440,6 @@ def test_a_draft_that_reads_letters(shipped):
 # What cannot be.
 
 
-def smaller(name, **changes):
-    model = copy.deepcopy(tiny_model(name))
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    return model
-
-
 def test_a_draft_that_does_not_pay_is_told_once(caplog):
     model = tiny("llama")[0]
     gen, draft, options = (
@@ -580,50 +480,6 @@ def test_a_draft_by_its_path():
     with pytest.raises(engine.OptionError, match="assistant_model: there is no folder"):
         gen.generate("x", assistant_model="/no/such", streamer=streamer)
     assert ended
-
-
-DRAFT = {"assistant_model": lambda: draft_of("llama")}
-WRONG = {
-    "another vocabulary": ({"assistant_model": lambda: smaller("llama", vocab_size=77)},
-                           "a vocabulary of 77 tokens and the model one of 101: give tokenizer= and assistant_token"),
-    "few positions": ({"assistant_model": lambda: smaller("llama", max_position_embeddings=20)},
-                      "the draft has 20 positions, but 13 prompt tokens and 14 new ones need 26: ask for fewer"),
-    "training": ({"assistant_model": lambda: copy.deepcopy(tiny_model("llama")).train()},
-                 "assistant_model: the model is in training mode.*model.eval()"),
-    "a path": ({"assistant_model": lambda: "gpt2"}, "^assistant_model: .*gpt2"),
-    "an encoder": ({"assistant_model": lambda: tiny("t5")[0]}, "the draft has an encoder and the model has none"),
-    "beams": (DRAFT | {"num_beams": 3}, "to greedy search and sampling, and beam is neither: leave one of them out"),
-    "contrastive": (DRAFT | {"penalty_alpha": 0.6, "top_k": 4}, "and contrastive is neither"),
-    "greedy by name": (DRAFT | {"strategy": "greedy"}, "and greedy is neither"),
-    "both": (DRAFT | {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3 both propose tokens: leave one"),
-    "lookup by name": (DRAFT | {"strategy": "prompt_lookup"}, "and prompt_lookup is neither"),
-    "no draft": ({"strategy": "assisted"}, "strategy='assisted' is for a draft .*: give one as assistant_model"),
-    "only its tokenizer": ({"assistant_tokenizer": lambda: AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)},
-                           "_tokenizer is for a draft"),
-    "its length alone": ({"num_assistant_tokens": 3}, "greedy has no use for it: it is for assistant_model"),
-    "words alone": ({"max_matching_ngram_size": 3}, "greedy has no use for it: it is for prompt_lookup_num_tokens"),
-    "lookup and beams": ({"prompt_lookup_num_tokens": 3, "num_beams": 2}, "beam has no use for it: it proposes tokens"),
-    "early exit": ({"assistant_early_exit": 2}, "assistant_early_exit=2 cannot apply: .*give a smaller assistant_mod"),
-    "heads": ({"use_mtp": True}, "use_mtp=True cannot apply: .* give an assistant_model"),
-    "ensemble": (DRAFT | {"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight=0.5 cannot apply: .*text"),
-    "lookbehind": (DRAFT | {"assistant_lookbehind": 3}, "assistant_lookbehind=3 cannot apply: .* leave it out"),
-    "several": (DRAFT | {"do_sample": True, "num_return_sequences": 2}, "num_return_sequences=2 cannot apply"),
-    "no tokens": (DRAFT | {"num_assistant_tokens": 0}, "num_assistant_tokens=0, but it is a whole number, 1 or more"),
-    "a schedule": (DRAFT | {"num_assistant_tokens_schedule": "often"}, "'often', but it is one of constant, heuristic"),
-    "a threshold": (DRAFT | {"assistant_confidence_threshold": 2.0}, "threshold=2.0, but it is a probability"),
-    "a long lookup": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "size=-1, but it is a whole"),
-    "half a token": ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens=2.5, but it is a whole number"),
-    "two numbers": ({"strategy": PromptLookup(3), "prompt_lookup_num_tokens": 4}, "contradicts the strategy"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG.values(), ids=WRONG)
-def test_wrong_options_are_refused_before_any_work(options, message, monkeypatch):
-    model, inputs = tiny("llama")
-    options = {name: value() if callable(value) else value for name, value in options.items()}
-    never_run(model, monkeypatch)
-    with pytest.raises((engine.OptionError, engine.ConfigError), match=message):
-        engine.generate(model, inputs, max_new_tokens=NEW, **options)
 
 
 def test_a_draft_sees_no_embeddings_and_no_given_encoder_outputs(monkeypatch):

@@ -198,6 +198,7 @@ def test_encoder_decoder_of_two_caches_without_configs():
     assert torch.equal(engine.generate(model, inputs, cache=build(), max_new_tokens=NEW).sequences, expected)
 
 
+@pytest.mark.covering("values")
 @pytest.mark.parametrize("kind", ["DynamicCache", "StaticCache", "OffloadedCache"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper", "t5gemma"])
 def test_encoder_decoder_of_two_caches_with_the_models_config(name, kind):

@@ -124,24 +124,6 @@ def test_a_cache_made_in_inference_mode(cache):
     assert torch.equal(second.sequences, model.generate(**inputs, max_new_tokens=8, do_sample=False))
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError, engine.InputError])
-def test_what_a_processor_raises_leaves_a_cache_to_continue_from(failure):
-    model, inputs = tiny_model("llama"), prompt()
-    whole = engine.generate(model, inputs, max_new_tokens=12).sequences
-
-    def stop(ids, scores):
-        if ids.shape[1] == 16:
-            raise failure("enough")
-        return scores
-
-    stream = engine.stream(model, inputs, max_new_tokens=12, logits_processor=[stop])
-    with pytest.raises((KeyboardInterrupt, engine.GenerationInterrupted)):
-        list(stream)
-    part = stream.result()
-    assert torch.equal(part.sequences, whole[:, :16])
-    assert torch.equal(engine.generate(model, part.sequences, cache=part.cache, max_new_tokens=9).sequences, whole)
-
-
 @pytest.mark.parametrize("name", ["llama", "mamba", "jamba", "mamba2", "lfm2", "mistral"])
 def test_a_row_that_ended_with_the_last_token(name):
     """Its pad comes with the next turn; where it changes states and windows, that is refused."""

@@ -55,24 +55,6 @@ def test_embeddings_of_the_ids_are_the_ids():
     assert not torch.equal(out.sequences, engine.generate(model, embedded(model)[0], max_new_tokens=NEW).sequences)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"max_length": 30}, {"min_new_tokens": 9, "eos_token_id": list(range(2, 60))}, {"do_sample": True, "top_k": 9},
-     {"do_sample": True, "num_return_sequences": 3}],
-    ids=lambda options: "+".join(options),
-)  # fmt: skip
-@pytest.mark.parametrize("with_ids", [False, True])
-def test_generation_parameters(options, with_ids):
-    model = tiny_model("mistral")
-    inputs, ids = embedded(model)
-    options = {"max_new_tokens": None if "max_length" in options else NEW, "do_sample": False} | options
-    options |= {"input_ids": ids} if with_ids else {}
-    torch.manual_seed(2)
-    expected = model.generate(**inputs, **options)
-    torch.manual_seed(2)
-    assert torch.equal(engine.generate(model, **inputs, **options).sequences, expected)
-
-
 def test_ids_beside_the_embeddings_tell_the_pads():
     model = tiny_model("llama")
     inputs, ids = embedded(model)

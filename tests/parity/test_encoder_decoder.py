@@ -52,24 +52,6 @@ def test_greedy(name, pair):
         assert out.cache.total_tokens == NEW
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "hybrid", "static", "none"])
-def test_a_decoder_with_windows(cache):
-    model, inputs = known("t5gemma")
-    assert torch.equal(engine.generate(model, inputs, cache=cache, max_new_tokens=NEW).sequences, theirs(model, inputs))
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
-@pytest.mark.parametrize("name", ["t5", "whisper"])
-def test_several_samples(name, cache):
-    model, inputs = known(name)
-    options = {"do_sample": True, "num_return_sequences": 3, "temperature": 1.3}
-    torch.manual_seed(5)
-    expected = theirs(model, inputs, **options)
-    torch.manual_seed(5)
-    out = engine.generate(model, inputs, cache=cache, max_new_tokens=NEW, **options)
-    assert torch.equal(out.sequences, expected)
-
-
 @pytest.mark.parametrize("chunk", [None, 2], ids=["whole", "in pieces"])
 @pytest.mark.parametrize("cache", ["dynamic", "static", "none"])
 @pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
@@ -86,6 +68,12 @@ def test_a_prompt_for_the_decoder_padded_on_the_left(name, cache, chunk):
     generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=chunk))
     out = generator.generate(inputs, **decoder, cache=cache, max_new_tokens=NEW)
     assert torch.equal(out.sequences, expected)
+
+
+def test_a_decoder_with_windows_in_a_hybrid_cache():
+    model, inputs = known("t5gemma")
+    out = engine.generate(model, inputs, cache="hybrid", max_new_tokens=NEW)
+    assert torch.equal(out.sequences, theirs(model, inputs))
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -149,33 +137,6 @@ def test_the_source_is_read_once(cache):
     assert torch.equal(again.sequences, theirs(model, inputs, max_new_tokens=18))
 
 
-@pytest.mark.parametrize("where", [0, 2])
-@pytest.mark.parametrize("new_tokens", [1, 6])
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_a_failed_step_leaves_no_trace(cache, new_tokens, where, monkeypatch):
-    model, inputs = known("bart")
-    layer, calls = model.get_decoder().layers[where], []
-    forward = layer.encoder_attn.forward
-
-    def fails_at_last(*args, **kwargs):
-        calls.append(0)
-        if len(calls) == new_tokens:
-            forward(*args, **kwargs)
-            raise RuntimeError("no more")
-        return forward(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(layer.encoder_attn, "forward", fails_at_last)
-        with pytest.raises(engine.GenerationInterrupted, match="no more") as failure:
-            engine.generate(model, inputs, cache=cache, max_new_tokens=NEW)
-    part = failure.value.partial
-    assert part.sequences.shape[1] == new_tokens
-    assert part.cache.cross_attention_cache.total_tokens == (0 if new_tokens == 1 else 13)
-    rest = NEW - new_tokens + 1
-    out = engine.generate(model, inputs, decoder_input_ids=part.sequences, cache=part.cache, max_new_tokens=rest)
-    assert torch.equal(out.sequences, theirs(model, inputs))
-
-
 def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(monkeypatch):
     model, inputs = known("bart")
     ids = torch.tensor([[2, 9, 8], [2, 7, 6]])
@@ -234,28 +195,6 @@ def test_text_is_padded_on_the_right(tokenizer):
     out = engine.generate(model, texts, tokenizer=tokenizer, max_new_tokens=NEW, eos_token_id=None)
     assert torch.equal(out.sequences, expected)
     assert out.text == tokenizer.batch_decode(expected[:, 1:], skip_special_tokens=True)
-
-
-def test_recorded_outputs():
-    model, inputs = known("bart")
-    model.set_attn_implementation("eager")
-    try:
-        asked = {"output_attentions": True, "output_hidden_states": True, "max_new_tokens": 3}
-        expected = theirs(model, inputs, **asked, return_dict_in_generate=True)
-        out = engine.generate(model, inputs, **asked)
-    finally:
-        model.set_attn_implementation("sdpa")
-    torch.testing.assert_close(out.attentions, expected.decoder_attentions, **CLOSE)
-    torch.testing.assert_close(out.cross_attentions, expected.cross_attentions, **CLOSE)
-    torch.testing.assert_close(out.hidden_states, expected.decoder_hidden_states, **CLOSE)
-
-
-def test_the_penalty_on_what_the_encoder_read():
-    model, inputs = known("bart")
-    options = {"encoder_repetition_penalty": 3.0}
-    out = engine.generate(model, inputs, max_new_tokens=NEW, **options)
-    assert torch.equal(out.sequences, theirs(model, inputs, **options))
-    assert not torch.equal(out.sequences, theirs(model, inputs))
 
 
 def test_refusals():

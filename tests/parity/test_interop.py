@@ -14,7 +14,6 @@ from caches.platform.transformers_api import follows_rows
 
 pytestmark = pytest.mark.covering("values", "pairs")
 
-STATES = ["mamba2", "bamba", "lfm2", "falcon_h1"]
 NAMES = [*ARCHITECTURES, "mamba", "bamba", "lfm2", "falcon_h1", "zamba2"]
 NEW = 14
 
@@ -126,24 +125,6 @@ def test_ours_in_plain_calls(name, cache):
             mask = torch.cat([mask, torch.ones_like(step)], dim=1)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_a_forward_that_died_in_a_plain_call_leaves_no_trace(name, monkeypatch):
-    model = tiny_model(name)
-    ids = prompt(pads=0)["input_ids"]
-    ours = new_cache("dynamic", model)
-    with torch.no_grad():
-        model(ids[:, :12], past_key_values=ours)
-        expected = model(ids[:, :13]).logits[:, -1]
-        layer = model.model.layers[2]
-        with monkeypatch.context() as patch:
-            patch.setattr(layer, "forward", lambda *args, **kwargs: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                model(ids[:, 12:], past_key_values=ours)
-        assert ours.get_seq_length() == 12
-        logits = model(ids[:, 12:], past_key_values=ours).logits[:, -1]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
 THEIRS = {
     "DynamicCache": lambda config: DynamicCache(config=config),
     "StaticCache": lambda config: StaticCache(config=config, max_cache_len=60),
@@ -250,23 +231,6 @@ def test_their_quantized_caches_after_a_failed_step(quantized, failing, monkeypa
     assert torch.equal(out.sequences, expected)
 
 
-@pytest.mark.parametrize(("name", "cache"), ours(["llama", "mistral", "llama4_text"]))
-def test_a_second_turn_on_the_live_cache(name, cache):
-    model, inputs = tiny_model(name), prompt()
-    options = {"max_new_tokens": 9}
-    first = engine.generate(model, inputs, cache=new_cache(cache, model), **options)
-    ids = torch.cat([first.sequences, prompt(tokens=6, pads=0, seed=3)["input_ids"]], dim=1)
-    mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 13, dtype=torch.long)], dim=1)
-    second = engine.generate(model, input_ids=ids, attention_mask=mask, cache=first.cache, **options)
-    assert torch.equal(second.sequences, model.generate(ids, attention_mask=mask, do_sample=False, **options))
-    assert second.stats.prompt_tokens == 2 * 7  # the last emitted token and the six new ones: nothing was read twice
-
-    # Only the new tokens, with a mask over all of them, as transformers also takes it.
-    first = engine.generate(model, inputs, cache=new_cache(cache, model), **options)
-    new_only = engine.generate(model, input_ids=ids[:, -7:], attention_mask=mask, cache=first.cache, **options)
-    assert torch.equal(new_only.sequences[:, 7:], second.sequences[:, ids.shape[1] :])
-
-
 def test_one_prefix_many_prompts():
     model = tiny_model("llama")
     prefix = prompt(rows=1, pads=0)["input_ids"]
@@ -280,16 +244,3 @@ def test_one_prefix_many_prompts():
         assert torch.equal(model.generate(ids, **options, past_key_values=copy.deepcopy(cache)), expected)
         assert torch.equal(engine.generate(model, ids, **options, cache=copy.deepcopy(cache)).sequences, expected)
     assert cache.get_seq_length() == 13
-
-
-def test_transformers_own_spelling():
-    model, inputs = tiny_model("llama"), prompt()
-    expected = model.generate(**inputs, max_new_tokens=9, do_sample=False)
-    static = engine.generate(model, **inputs, max_new_tokens=9, cache_implementation="static")
-    assert torch.equal(static.sequences, expected)
-    assert static.cache.name == "static"
-    uncached = engine.generate(model, **inputs, max_new_tokens=9, use_cache=False)
-    assert torch.equal(uncached.sequences, expected)
-    assert uncached.past_key_values is None
-    in_pieces = engine.generate(model, **inputs, max_new_tokens=9, prefill_chunk_size=4)
-    assert torch.equal(in_pieces.sequences, expected)

@@ -119,6 +119,7 @@ def test_code_gets_no_tensors_that_it_was_not_compiled_for(llama, monkeypatch):
     assert (out.stats.compiled, out.sequences.tolist()) == ("4 layers", reference(llama, prompt(2)).tolist())
 
 
+@pytest.mark.slow  # builds packages of its own
 def test_another_attention_in_the_middle_of_a_run(llama):
     def changed(ids, scores):
         llama.set_attn_implementation("sdpa" if ids.shape[1] > length + 3 else "eager")

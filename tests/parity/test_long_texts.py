@@ -4,11 +4,11 @@ import copy
 import gc
 import resource
 import time
-from contextlib import contextmanager
 
 import pytest
 import torch
 from architectures import prompt, tiny_model
+from on_disk import limited
 from references import draft_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,17 +34,11 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@contextmanager
 def little_memory():
     """So that what takes far too much is an error and does not stop the machine."""
     with open("/proc/self/status") as status:
         data = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (data + 2**29, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+    return limited(resource.RLIMIT_DATA, data + 2**29)
 
 
 def boundless():

@@ -110,7 +110,7 @@ def test_greedy_text(strategy, rows, new):
 def test_rows_end_each_in_its_own_place(strategy):
     """At an eos id, or where the driver stops them."""
     ended = set()
-    for seed, eos_ids, stops in itertools.product(range(8), ([], [7], [4, 5]), ({}, {0: 5}, {1: 4, 2: 9})):
+    for seed, eos_ids, stops in itertools.product(range(4), ([], [7], [4, 5]), ({}, {0: 5}, {1: 4, 2: 9})):
         target, draft = tables(words=8, seed=seed, sharp=1)
         expected = greedy(target, PROMPT, 11, eos_ids, stops)
         if (expected[:, -1] == PAD).all():

@@ -1,5 +1,7 @@
 """Models with layer kinds that only their family has."""
 
+from functools import cache
+
 import pytest
 import transformers
 from architectures import _EXPERTS, _TINY, WINDOW, randomised
@@ -43,6 +45,7 @@ MODELS = {
 }  # fmt: skip
 
 
+@cache
 def made(name):
     config_class, arguments = MODELS[name]
     named_otherwise = name == "qwen4_exp" and Version(transformers.__version__) < Version("5.23")  # its layers

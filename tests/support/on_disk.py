@@ -1,6 +1,9 @@
-"""Caches on disk, and how many files a process has open."""
+"""Caches on disk, how many files a process has open, and limits of the system."""
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import caches
 
@@ -19,3 +22,14 @@ def descriptors() -> int:
 
 def built(backend, config, folder=None):
     return caches.build(backend, config, residency="disk", folder=folder, **ON_DISK[backend])
+
+
+@contextmanager
+def limited(what: int, soft: int) -> Iterator[None]:
+    """With a limit of the system, one of `resource.RLIMIT_...`: as if a disk or memory were full beyond it."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)

@@ -1,4 +1,4 @@
-"""Generates with little more memory than the model takes, in processes of their own. `test_real_out_of_memory.py`
+"""Generates with little more memory than the model takes, in processes of their own. `test_real_limits.py`
 runs it:
 
     python tests/support/starved.py '{"rows": 4, "tokens": 512, "margin_bytes": 100000000,

@@ -32,6 +32,7 @@ def chosen(config, **options):
         ({"cache_config": {"max_cache_len": 32}}, ("static", 32)),
         ({"cache_config": StaticCacheConfig(max_cache_len=32)}, ("static", 32)),
         ({"generation_config": {"cache_config": {"max_cache_len": 32}}}, ("static", 32)),
+        ({"cache_implementation": "static", "cache_config": {"max_cache_len": 32}}, ("static", 32)),
         ({"cache": "static"}, ("static", 128)),
         ({"cache": "dynamic"}, ("dynamic", None)),
         ({"cache": DynamicCacheConfig()}, ("dynamic", None)),

@@ -4,19 +4,15 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import task, toy_flow
+from helpers import task
 
 import engine
 import strategies
 from engine.request.call import read
-from strategies import Crop, Emit, Forward, Needs, Rows
+from strategies import Emit, Forward, Needs, Rows
 from strategies.draw import draw
 from strategies.largest import highest, largest
 from strategies.operations import needs_of
-
-
-def test_names():
-    assert {"greedy", "sampling"} <= set(strategies.names())
 
 
 def test_greedy_asks_emits_and_feeds_what_was_recorded():
@@ -57,33 +53,6 @@ def test_sampling_draws_from_the_processed_scores():
         flow.send(torch.tensor([[1, 1]]))
     assert counts[1] == 0
     assert abs(counts[0] / 2000 - 0.2) < 0.05  # 5.6 standard deviations
-
-
-def test_the_driver_carries_out_every_operation():
-    """A strategy of one's own, with rollback and reordering, gives greedy text: nothing it took back is left."""
-    from architectures import prompt, tiny_model
-
-    class Wasteful:
-        """Feeds two wrong tokens before every right one, takes them back, and swaps the rows twice."""
-
-        name, samples = "wasteful", False
-
-        def flow(self, task):
-            ids, process = task.ids, task.process
-            logits = yield Forward(ids)
-            while True:
-                ids = yield Emit(process(ids, logits).argmax(-1, keepdim=True))
-                yield Rows(torch.tensor([1, 0]))
-                yield Forward(torch.full((2, 2), 77))
-                yield Crop(2)
-                yield Rows(torch.tensor([1, 0]))
-                logits = yield Forward(ids[:, -1:])
-
-    for name in ("llama", "mistral"):
-        model, inputs = tiny_model(name), prompt()
-        for cache in ("dynamic", "static", "none"):
-            out = engine.generate(model, inputs, cache=cache, strategy=Wasteful(), max_new_tokens=30)
-            assert torch.equal(out.sequences, model.generate(**inputs, max_new_tokens=30, do_sample=False))
 
 
 def test_rows_may_become_more_and_everything_follows_them():
@@ -149,17 +118,6 @@ def test_a_flow_that_returns_ends_the_run():
     assert out.finish_reasons == [None, None]
 
 
-def test_several_tokens_may_be_emitted_at_once():
-    from architectures import prompt, tiny_model
-
-    model, inputs = tiny_model("llama"), prompt()
-    out = engine.generate(model, inputs, strategy=toy_flow([[3, 4, 5], [6, 7, 8]]), max_new_tokens=5, eos_token_id=4)
-    assert out.sequences[0, 13:].tolist() == [3, 4, 0, 0, 0]
-    assert out.sequences[1, 13:].tolist() == [6, 7, 8, 6, 7]
-    assert out.finish_reasons == ["eos", "length"]
-    assert out.stats.new_tokens == 2 + 5
-
-
 # BeamState, groups and candidates by hand, over a vocabulary of 4: 3 ends a text.
 
 
@@ -189,33 +147,6 @@ def step(flow, *probabilities):
         return rows.index.tolist(), operation.tokens.flatten().tolist()
     assert isinstance(operation, strategies.Finish)
     return rows.index.tolist(), operation
-
-
-def test_beams_change_places_and_the_best_text_wins():
-    flow = begun(strategies.Beam(num_beams=2, num_return_sequences=2), [0.6, 0.4, 0.0, 0.0], max_columns=4)
-    assert step(flow) == ([0, 0], [0, 1])
-    # 0.6 * 0.3 = 0.18 and 0.4 * 0.9 = 0.36: the second beam has the better child, and takes the first place.
-    assert step(flow, [0.3, 0.25, 0.25, 0.2], [0.05, 0.9, 0.05, 0.0]) == ([1, 0], [1, 0])
-    index, end = step(flow, [0.4, 0.3, 0.2, 0.1], [0.9, 0.1, 0.0, 0.0])
-    assert index == [0, 0]
-    assert end.tokens.tolist() == [[0, 0, 0], [1, 1, 0]]  # 0.18 * 0.9 = 0.162, 0.36 * 0.4 = 0.144
-    assert end.lengths == [3, 3]
-    assert end.beam_indices.tolist() == [[0, 0, 1], [0, 1, 0]]
-    expected = torch.tensor([0.162, 0.144]).log() / 3
-    torch.testing.assert_close(end.sequences_scores, expected)
-
-
-def test_an_end_counts_only_among_the_best_as_many_as_there_are_beams():
-    beams = strategies.Beam(num_beams=2, early_stopping=True, length_penalty=0.0)
-    flow = begun(beams, [0.5, 0.4, 0.0, 0.1], max_columns=9)
-    step(flow)  # the end is third
-    # Ends are first (0.5 * 0.7) and, of the other beam, third (0.4 * 0.3): only one of them is a text.
-    assert step(flow, [0.3, 0.0, 0.0, 0.7], [0.0, 0.7, 0.0, 0.3]) == ([1, 0], [1, 0])
-    index, end = step(flow, [0.1, 0.0, 0.0, 0.9], [1.0, 0.0, 0.0, 0.0])
-    assert index == [0]
-    assert end.lengths == [2]
-    assert end.tokens.tolist() == [[0, 3]]
-    torch.testing.assert_close(end.sequences_scores, torch.tensor([0.35]).log())
 
 
 def shown(flow, *probabilities):
@@ -306,79 +237,6 @@ def test_a_search_ends_when_its_rule_says_so():
     # Or length is a loss: what may yet come is as long as what runs, not as long as it may get. log 0.045 * 2 = -6.2 is
     # more than log (0.9 * 0.95 ** 10) * 11, and less than with a token less.
     assert play_to_the_end("never", -1.0, first_end=0.1, end=0.05, max_columns=60) == (11, [3])
-
-
-def test_beams_can_be_drawn():
-    beams, drawn = strategies.Beam(num_beams=2, do_sample=True), set()
-    for seed in range(40):
-        torch.manual_seed(seed)
-        flow = begun(beams, [0.3, 0.2, 0.18, 0.0, 0.13, 0.11, 0.08], max_columns=9)
-        drawn.add(tuple(step(flow)[1]))
-    assert all(first < second for first, second in drawn)  # the more probable one is the first
-    assert len(drawn) > 3
-
-
-def test_groups_avoid_what_groups_before_them_chose():
-    groups = strategies.DiverseBeam(4, 2, diversity_penalty=1.0, num_return_sequences=4)
-    flow = begun(groups, [0.5, 0.3, 0.2, 0.0], max_columns=3)
-    # log 0.5 - 1 and log 0.3 - 1 are less than log 0.2: the second group begins with 2, and then 0.
-    assert step(flow) == ([0, 0, 2, 2], [0, 1, 2, 0])
-    certain = [0.9, 0.05, 0.05, 0.0]
-    index, end = step(flow, certain, certain, certain, [0.05, 0.05, 0.9, 0.0])
-    assert index == [0, 0, 0, 0]
-    first = {(0, 0): 0.5 * 0.9, (1, 0): 0.3 * 0.9}
-    # In the second group 0 has lost 2 once more: it was chosen twice in this step; the 1 was for being chosen before.
-    penalty = torch.tensor(1.0).neg().exp().item()
-    second = {(2, 0): 0.2 * 0.9 * penalty**2, (0, 2): 0.5 * penalty * 0.9}
-    scores = dict(sorted((first | second).items(), key=lambda item: -item[1]))
-    assert [tuple(text) for text in end.tokens.tolist()] == list(scores)
-    torch.testing.assert_close(end.sequences_scores, torch.tensor(list(scores.values())).log() / 2)
-
-
-def test_a_group_that_is_done_counts_as_choosing_the_pad():
-    groups = strategies.DiverseBeam(2, 2, diversity_penalty=5.0, num_return_sequences=2, early_stopping=True)
-    flow = begun(groups, [0.5, 0.4, 0.1, 0.0], max_columns=9)
-    assert step(flow) == ([0, 1], [0, 1])
-    _, tokens = step(flow, [0.1, 0.0, 0.0, 0.9], [0.0, 0.6, 0.4, 0.0])
-    assert tokens[1] == 1
-    # The first group has its text. The pad is 0, and what its row would go on with says nothing.
-    _, tokens = step(flow, [0.0, 1.0, 0.0, 0.0], [0.6, 0.4, 0.0, 0.0])
-    assert tokens[1] == 1
-    _, end = step(flow, [0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.1, 0.9])
-    assert end.tokens.tolist() == [[0, 3, 0, 0], [1, 1, 1, 3]]
-    assert end.lengths == [2, 4]
-
-
-def test_groups_avoid_each_other_in_the_last_step_too():
-    groups = strategies.DiverseBeam(2, 2, diversity_penalty=5.0, num_return_sequences=2)
-    flow = begun(groups, [0.2, 0.5, 0.3, 0.0], max_columns=2)
-    flow.send(None)
-    end = flow.send(None)
-    assert end.tokens.tolist() == [[1], [2]]
-
-
-def test_contrastive_search_weighs_probability_against_similarity():
-    flow = strategies.Contrastive(penalty_alpha=0.5, top_k=2).flow(task(torch.tensor([[0, 1]])))
-    operation = next(flow)
-    assert operation.hidden
-    north, east = [0.0, 1.0], [1.0, 0.0]
-    operation = flow.send((logits([0.1, 0.6, 0.3, 0.0]), torch.tensor([[north, north]])))
-    assert operation.index.tolist() == [0, 0]
-    operation = flow.send(None)
-    assert operation.tokens.tolist() == [[1], [2]]
-    # Token 1: 0.5 * 0.6 - 0.5 * 1 = -0.2; token 2: 0.5 * 0.3 - 0.5 * 0 = 0.15.
-    after_one, after_two = [0.0, 0.0, 0.0, 1.0], [0.5, 0.1, 0.0, 0.4]
-    operation = flow.send((logits(after_one, after_two), torch.tensor([[north], [east]])))
-    assert isinstance(operation, Rows)
-    assert operation.index.tolist() == [1]  # its keys and values are kept
-    operation = flow.send(None)
-    assert operation.tokens.tolist() == [[2]]
-    flow.send(torch.tensor([[0, 1, 2]]))
-    operation = flow.send(None)
-    assert operation.tokens.tolist() == [[0], [3]]  # from the logits of that same forward
-    # Both are as similar to one of the tokens before, the one just chosen included: the probabilities decide.
-    flow.send((logits(after_one, after_one), torch.tensor([[east], [north]])))
-    assert flow.send(None).tokens.tolist() == [[0]]
 
 
 def test_pads_are_no_context_and_the_first_candidate_wins_ties():

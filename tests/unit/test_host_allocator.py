@@ -62,6 +62,7 @@ def test_freed_memory_is_used_again_until_it_is_given_back():
     assert min(found["release"], found["find_free"]) > 2**25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [
     {"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=131072"},
 ], ids=lambda environment: next(iter(environment)))  # fmt: skip

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import caches
 import engine
-from configs import ConfigError, DynamicCacheConfig, StaticCacheConfig
+from configs import ConfigError
 
 TEXT = "import os\n"
 OPTIONS = {"max_new_tokens": 5}
@@ -141,20 +141,6 @@ def test_positions_of_the_callers_own():
         assert torch.equal(out.sequences, expected)
 
 
-def test_cache_configurations():
-    model, inputs = tiny_model("llama"), prompt()
-    for choice in (
-        {"cache": "static", "cache_config": {"max_cache_len": 64}},
-        {"cache": "static", "cache_config": StaticCacheConfig(max_cache_len=64)},
-        {"cache": StaticCacheConfig(max_cache_len=64)},
-        {"cache_implementation": "static", "cache_config": {"max_cache_len": 64}},
-    ):
-        assert engine.generate(model, inputs, **choice, **OPTIONS).cache.max_tokens == 64
-    assert engine.generate(model, inputs, cache=DynamicCacheConfig(), **OPTIONS).cache.max_tokens is None
-    generator = engine.Generator(model, config=engine.EngineConfig(cache="static"))
-    assert generator.generate(inputs, **OPTIONS).cache.name == "static"
-
-
 @pytest.fixture
 def longrope():
     """A phi3 whose rotations change at 20 tokens: from there on it wants everything computed again."""
@@ -273,10 +259,6 @@ WRONG_OPTIONS = {
     "negative": ({"max_new_tokens": -3}, "max_new_tokens=-3"),
     "max_length too small": ({"max_length": 9, "max_new_tokens": None}, "max_length"),
     "unknown keyword": ({"max_new_token": 5}, "max_new_tokens"),
-    "unknown strategy": ({"strategy": "gredy"}, "greedy"),
-    "more texts than beams": ({"num_beams": 4, "num_return_sequences": 5}, "num_beams=4 end with that many texts"),
-    "contradiction": ({"strategy": "greedy", "do_sample": True}, "do_sample=True"),
-    "many greedy": ({"num_return_sequences": 3}, "num_return_sequences"),
     "two caches": ({"cache": "static", "cache_implementation": "dynamic"}, "both choose"),
     "cache without cache": ({"cache": "static", "use_cache": False}, "use_cache=False"),
     "a cache that is none": ({"cache": 7}, "not a int"),
@@ -295,18 +277,14 @@ WRONG_OPTIONS = {
     ),
     "in a mapping: what the engine sets": ({"inputs": {"input_ids": IDS, "use_cache": True}}, "set by the engine"),
     "what the engine sets": ({"logits_to_keep": 3}, "set by the engine"),
-    "for beams only": ({"length_penalty": 2.0}, "length_penalty=2.0 cannot apply: greedy has no use for it"),
     "for drafts only": ({"num_assistant_tokens": 7}, "num_assistant_tokens=7 cannot apply"),
     "for sampling only": ({"temperature": 0.7}, "temperature=0.7 applies to sampling, but greedy draws nothing"),
     "not a whole number": ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
     "real values of other arguments": ({"assistant_model": 3}, "assistant_model"),
     "temperature below zero": ({"do_sample": True, "temperature": -1.0}, "temperature"),
-    "beams by a greedy strategy": ({"strategy": "greedy", "num_beams": 4}, "beam search"),
     "lookup by a greedy strategy": ({"strategy": "greedy", "prompt_lookup_num_tokens": 3}, "greedy has no use for it"),
     "a config with a cache": ({"cache": "dynamic", "generation_config": STATIC}, "both choose"),
     "a cache option": ({"cache": "dynamic", "cache_config": {"max_cache_len": 5}}, "DynamicCacheConfig has no option"),
-    "a misspelt cache option": ({"cache": "static", "cache_config": {"max_cache_length": 5}}, "max_cache_len"),
-    "an impossible cache option": ({"cache": "static", "cache_config": {"max_cache_len": 0}}, "at least 1"),
 }
 
 
@@ -399,11 +377,6 @@ def test_a_chat_without_a_template(tokenizer):
         engine.generate(tiny_model("llama"), [{"role": "user", "content": "x"}], tokenizer=plain)
 
 
-def test_unknown_cache_names_the_nearest(idle_model):
-    with pytest.raises(caches.UnknownCacheError, match="no cache named 'statik'; did you mean 'static'"):
-        engine.generate(idle_model, IDS, cache="statik")
-
-
 def test_a_cache_that_is_too_small(idle_model):
     with pytest.raises(caches.CapacityError, match="at most 15 tokens, but 13 prompt tokens and 5 new ones need 17"):
         engine.generate(idle_model, IDS, cache="static", cache_config={"max_cache_len": 15}, max_new_tokens=5)
@@ -436,21 +409,6 @@ def test_a_live_cache_that_does_not_fit_the_prompt():
         engine.generate(model, IDS, cache=cache, max_new_tokens=5)
 
 
-def test_whose_choice_of_cache_counts():
-    model, options = tiny_model("llama"), {"max_new_tokens": 3}
-    model.generation_config.cache_implementation = "static"
-    try:
-        assert engine.generate(model, IDS, **options).cache.name == "static"
-        assert engine.generate(model, IDS, cache="dynamic", **options).cache.name == "dynamic"
-        copied = copy.deepcopy(model.generation_config)
-        copied.max_new_tokens = 3
-        assert engine.generate(model, IDS, cache="dynamic", generation_config=copied).cache.name == "dynamic"
-        generator = engine.Generator(model, config=engine.EngineConfig(cache="dynamic"))
-        assert generator.generate(IDS, **options).cache.name == "dynamic"
-    finally:
-        model.generation_config.cache_implementation = None
-
-
 def test_training_mode():
     model = tiny_model("llama")
     model.train()
@@ -481,16 +439,6 @@ def test_a_layer_kind_no_backend_keeps():
 def test_a_cache_is_built_from_a_configuration(wrong, kind):
     with pytest.raises(ConfigError, match=f"has to be a PreTrainedConfig, not {kind}: pass model.config"):
         caches.build("static", wrong, max_cache_len=9)
-
-
-def test_images_cannot_be_read_in_pieces():
-    from engine.prompt import Prompt
-    from engine.request.inputs.checks import check_pieces
-
-    with_image = Prompt(IDS, None, {"pixel_values": torch.zeros(1, 3, 4, 4)})
-    check_pieces(with_image, None)
-    with pytest.raises(engine.OptionError, match="pixel_values cannot be cut into pieces of 4 tokens"):
-        check_pieces(with_image, 4)
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [0], [1]])

@@ -477,15 +477,6 @@ def test_widths_that_are_no_multiple_stay():
     assert type(model.model.layers[0].mlp.down_proj) is Int8Linear
 
 
-def test_in_bfloat16():
-    for weights in KINDS:
-        model = copy.deepcopy(model_with(None)).to(torch.bfloat16)
-        convert_linears(model, weights)
-        for tokens in (4, 40):
-            assert model(torch.ones(1, tokens, dtype=torch.long)).logits.dtype == torch.bfloat16
-        assert engine.generate(model, torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).sequences.shape == (1, 5)
-
-
 def test_what_cannot_be_converted_is_refused():
     narrow = model_with(None, hidden_size=32, intermediate_size=96)  # no multiples of 64
     with pytest.raises(engine.OptionError, match="has no linear layers that can be converted"):

@@ -430,7 +430,14 @@ WORK = {
 }
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, works in WORK.items() for name in works])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        pytest.param(module, name, marks=pytest.mark.slow if work is package_computes else ())
+        for module, works in WORK.items()
+        for name, work in works.items()
+    ],
+)
 def test_it_works_in_the_installed_release(module, name):
     assert WORK[module][name]()
 

@@ -1,4 +1,4 @@
-"""Memory does run out: in a process with a limit, and on a GPU of which only a share may be used."""
+"""Memory does run out: in processes with limits, and on a GPU of which only a share may be used."""
 
 from __future__ import annotations
 
@@ -14,9 +14,40 @@ from starved import build
 
 import engine
 
-TESTS = SUPPORT
-NEVER = 1999  # a token that nothing says: how long the text gets is not known, so room is made as it comes
+only_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process has for itself")
+# The C library keeps memory that is free, which counts too: here larger tensors are given back at once.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "100000"}
 
+
+def output_of(script: str, *arguments: str, **environment: str) -> str:
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, SUPPORT / script, *arguments]
+    done = subprocess.run(command, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# Limits drawn at random; `make limits` has 300 of them.
+
+FEW = (23,)  # that end soon
+BATCHES = [range(begin, begin + 12) for begin in range(0, 60, 12)]
+
+
+@only_linux
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "seeds",
+    [FEW, *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in BATCHES)],
+    ids=lambda seeds: f"from-{seeds[0]}",
+)
+def test_a_run_under_a_limit_ends_with_its_text_or_an_error(seeds):
+    said = output_of("limits.py", "--start-s", "60", "--seed", *map(str, seeds))  # not a timed test
+    assert said.count("seed ") == len(seeds)
+
+
+# Beside `model.generate`, which dies.
+
+NEVER = 1999  # a token that nothing says: how long the text gets is not known, so room is made as it comes
 CASES = {
     # Keys and values of the prompt alone do not fit.
     "a long prompt": dict(rows=2, tokens=1000, margin_bytes=40_000_000, options=dict(max_new_tokens=8)),
@@ -29,16 +60,10 @@ CASES = {
 
 
 def starved(**case) -> dict:
-    # The C library keeps memory that is free, which counts too: here larger tensors are given back at once.
-    alone = {"MALLOC_MMAP_THRESHOLD_": "100000"}
-    environment = os.environ | alone | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, TESTS / "starved.py", json.dumps(case)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output_of("starved.py", json.dumps(case), **GIVES_BACK).splitlines()[-1])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process has for itself")
+@only_linux
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_the_text_is_finished_where_transformers_dies(case):
@@ -53,8 +78,8 @@ def test_the_text_is_finished_where_transformers_dies(case):
     assert len(said) > 15  # a text that says the same all the time would prove little
 
 
+@only_linux
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux limits what a process has for itself")
 def test_without_a_way_out_there_is_what_was_generated():
     case = CASES["a long text"]
     found = starved(**case | {"options": case["options"] | {"on_oom": ["release", "chunk"]}, "peer": False})
@@ -62,6 +87,41 @@ def test_without_a_way_out_there_is_what_was_generated():
     assert "memory was out" in found["ours"]["died"]
     assert len(begun[0]) < len(whole[0])
     assert begun == [tokens[: len(begun[0])] for tokens in whole]
+
+
+# Where scores take most of the memory: 32 rows and 128,000 words.
+
+TIMES = [0.6, 1.02, 1.1, 1.25, 1.5, 2, 3]
+
+
+@pytest.fixture(scope="module")
+def scored() -> list[dict]:
+    return json.loads(output_of("scored.py", json.dumps({"times": TIMES, "runs": 3}), **GIVES_BACK).splitlines()[-1])
+
+
+@only_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, len(TIMES)))
+def test_where_transformers_survives_so_do_we_in_its_time(number, scored):
+    case = scored[number]
+    print(case)
+    assert case["died"] == {"ours": None, "theirs": None}
+    assert case["fallbacks"] == []
+    assert case["same"]
+    assert case["ratio"] <= 3  # the script measures it; here the machine may be busy
+
+
+@only_linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(TIMES)))
+def test_the_plan_says_what_the_run_does(number, scored):
+    case = scored[number]
+    plan, undisturbed = case["plan"], case["fallbacks"] == [] and case["died"]["ours"] is None
+    print(case)
+    if plan["fits"]:
+        assert undisturbed
+    elif plan["need"] > plan["free"]:  # not only less than a tenth to spare
+        assert not undisturbed
 
 
 @pytest.mark.cuda
