@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import random
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from architectures import (
     randomised,
     tiny_model,
 )
-from arrivals import BACKENDS, STRATEGIES, Broken, memory_always_out, run
+from arrivals import BACKENDS, STRATEGIES, Broken, run
+from injection import failing_at_random
 
 import caches
 import engine
@@ -532,7 +534,7 @@ class TestRequests:
             scheduler.add(request)
         for _ in range(3):
             scheduler.turn()
-        with memory_always_out(gen.model):
+        with failing_at_random(gen.model, 1.0, random.Random(0)):
             for _ in range(60):
                 scheduler.turn()
         for request in requests:

@@ -205,7 +205,7 @@ def test_an_entry_for_whose_file_there_is_no_memory_is_forgotten(tmp_path, monke
     expected = generator.generate(ids_of(100), max_new_tokens=NEW).tokens
 
     def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise NO_MEMORY
 
     monkeypatch.setattr(caches.Cache, "save", no_memory)
     model = generator.model
@@ -229,8 +229,13 @@ def test_files_of_another_user_are_read(tmp_path, monkeypatch):
     assert generator_of(**folder).generate(ids_of(100), max_new_tokens=NEW).stats.cached_tokens == 99
 
 
-@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EMFILE])
-def test_files_that_cannot_be_read_now_stay(number, tmp_path, monkeypatch):
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+NOT_NOW = [("safe_open", OSError(errno.ENOMEM, "not now")), ("safe_open", OSError(errno.EMFILE, "not now")),
+           ("_restore", NO_MEMORY)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "error"), NOT_NOW, ids=["no memory", "no descriptors", "no memory on the device"])
+def test_files_that_cannot_be_read_now_stay(part, error, tmp_path, monkeypatch):
     folder = {"prefix_store_folder": str(tmp_path)}
     generator = generator_of(**folder)
     expected = generator.generate(ids_of(100), max_new_tokens=NEW).tokens
@@ -238,30 +243,14 @@ def test_files_that_cannot_be_read_now_stay(number, tmp_path, monkeypatch):
     [file] = tmp_path.rglob("*.safetensors")
 
     def fails(*_, **__):
-        raise OSError(number, "not now")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(caches.files, "safe_open", fails)
-        out = generator_of(**folder).generate(ids_of(100), max_new_tokens=NEW)
-        assert (out.tokens, out.stats.cached_tokens) == (expected, 0)
-    assert file.exists()
-
-
-def test_memory_that_is_out_removes_no_file(tmp_path, monkeypatch):
-    folder = {"prefix_store_folder": str(tmp_path)}
-    generator = generator_of(**folder)
-    expected = generator.generate(ids_of(100), max_new_tokens=NEW).tokens
-    generator.release()
-    [file] = tmp_path.rglob("*.safetensors")
-
-    def no_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        raise error
 
     other = generator_of(**folder)
     with monkeypatch.context() as patch:
-        patch.setattr(caches.files, "_restore", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            caches.load(file, other.model)
+        patch.setattr(caches.files, part, fails)
+        if error is NO_MEMORY:
+            with pytest.raises(torch.OutOfMemoryError):
+                caches.load(file, other.model)
         out = other.generate(ids_of(100), max_new_tokens=NEW)
         assert (out.tokens, out.stats.cached_tokens) == (expected, 0)
     assert file.exists()
