@@ -66,6 +66,7 @@ print(generator.generate("import os", max_new_tokens=6, num_beams=2).text)
 """
 
 
+@pytest.mark.slow
 def test_in_a_fresh_process():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     generator = engine.Generator(engine.SHIPPED_MODEL, config=engine.EngineConfig(weights="int8"))

@@ -34,6 +34,7 @@ def content_of(cache):
     return [part.clone() for layer in cache.layers for part in layer.dense_state().values()]
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "jamba", "mamba"])
 def test_continuations_are_those_of_the_prompt(name, strategy):
@@ -94,8 +95,9 @@ def test_padding_within_windows_is_refused(name):
     assert out.tokens == [prefix.generate(row, max_new_tokens=NEW).tokens[0] for row in rows]
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("backend", ["static", "offloaded_static", "sliding_window", "sink"])
-@pytest.mark.parametrize("asked", [{}, {"num_beams": 3}, {"max_new_tokens": 200}], ids=str)
+@pytest.mark.parametrize("asked", [{}, {"num_beams": 3}, {"max_new_tokens": 100}], ids=str)
 def test_a_cache_of_fixed_size_gets_room_for_continuations(backend, asked):
     options = {"window_length": 64} if backend == "sliding_window" else {}
     options |= {"window_length": 64, "num_sink_tokens": 4} if backend == "sink" else {}

@@ -58,7 +58,7 @@ def test_a_stop_waits_for_requests():
         [model] = server.http.get("/v1/models", headers=headers).json()["data"]
         assert model["id"] == "small"
         assert model["engine"]["max_tokens"] == 400
-        body = {"model": "small", "prompt": "def f(", "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
+        body = {"model": "small", "prompt": "def f(", "max_tokens": 150, "stream": True, "logit_bias": {"0": -100}}
         with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
