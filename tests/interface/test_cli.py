@@ -130,14 +130,6 @@ def test_options_reach_the_library(cli, shipped, arguments, options):
     assert (expected.text != plain) == bool(options)
 
 
-def test_the_cache_options_reach_the_cache(cli):
-    def size(*more):
-        arguments = ["generate", PROMPT, "--max-new-tokens", "4", "--cache", "static", "--json", *more]
-        return json.loads(cli(arguments).stdout)["stats"]["cache_bytes"]
-
-    assert size("--cache-option", "max_cache_len=512") == 4 * size("--cache-option", "max_cache_len=128")
-
-
 def test_standard_input_and_stats(cli):
     result = cli(["generate", "-", "--max-new-tokens", "12", "--stats"], input=PROMPT)
     assert result.stdout == cli(["generate", PROMPT, "--max-new-tokens", "12"]).stdout

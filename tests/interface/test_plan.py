@@ -410,8 +410,9 @@ def needs(model, run_shape):
     return [planner.backend(config, run_shape) for config in plan.lossless(subject.device)]
 
 
-@pytest.mark.parametrize(("cache", "options"), [("static", {}), ("quantized", {}), ("sliding_window", {"window_length": 64})])
-def test_a_named_cache_is_described_without_a_claim(cache, options):
+@pytest.mark.parametrize("cache", ["static", "quantized", "sliding_window"])
+def test_a_named_cache_is_described_without_a_claim(cache):
+    options = {"window_length": 64} if cache == "sliding_window" else {}
     found = plan_of(10**8, cache=cache, cache_config=options)
     changes = found[cache].changes_text
     assert (changes is None) == (cache == "static")

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import ids_of, prompt, tiny_model
 from helpers import needs_kernels
 from kept import options_of
 from transformers import AutoTokenizer
@@ -15,10 +15,6 @@ import engine
 NEW = 6
 STRATEGIES = [{}, {"num_beams": 3}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
               {"do_sample": True, "seed": 1, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}]  # fmt: skip
-
-
-def ids_of(tokens, seed=0):
-    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
 
 
 def everything(prefix, *rows):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import reused
 import torch
-from architectures import prompt, tiny_model
+from architectures import ids_of, tiny_model
 from fallbacks import OutAt
 from safetensors import SafetensorError
 
@@ -23,10 +23,6 @@ import engine
 from configs import ConfigError
 
 NEW = 6
-
-
-def ids_of(tokens, seed=0):
-    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
 
 
 def generator_of(name="llama", store_bytes=10**8, **options):
@@ -334,21 +330,6 @@ def test_files_have_a_limit_too(tmp_path):
     files = list(tmp_path.glob("*/*.safetensors"))
     assert len(files) >= 4
     assert sum(file.stat().st_size for file in files) <= 8 * 70_000
-
-
-def test_other_weights_read_again():
-    generator, ids = generator_of(), ids_of(60)
-    model = generator.model
-    generator.generate(ids, max_new_tokens=NEW)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(-1)
-    try:
-        out = generator.generate(ids, max_new_tokens=NEW)
-        assert out.stats.cached_tokens == 0
-        assert out.tokens == engine.Generator(model).generate(ids, max_new_tokens=NEW).tokens
-    finally:
-        with torch.no_grad():
-            model.get_input_embeddings().weight.mul_(-1)
 
 
 def test_threads_share_what_is_stored():

@@ -351,10 +351,6 @@ class TestOptionsOfOurs:
         found = complete(server, engine={"cache": cache, "cache_config": sizes} | options, **sampling)
         assert found.choices[0].text == expected.text[0]
 
-    def test_forms(self, server):
-        assert complete(server, engine={"choices": ["yes", "no"]}).choices[0].text in ("yes", "no")
-        assert complete(server, engine={"regex": "[a-c]{3}"}).choices[0].text.strip("abc") == ""
-
     def test_what_the_models_list_says(self, server):
         [model] = server.openai.models.list().data
         assert model.id == NAME
@@ -364,11 +360,6 @@ class TestOptionsOfOurs:
         assert "contrastive" in model.engine["strategies"]
         with pytest.raises(openai.NotFoundError, match="this server has 'shipped'"):
             server.openai.models.retrieve("gpt")
-
-
-def test_the_icon(server):
-    icon = server.http.get("/favicon.ico")
-    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml; charset=utf-8")
 
 
 # Each wrong field, and what the answer says of it.
@@ -564,6 +555,8 @@ def test_the_page_is_complete(server):
         assert found.status_code == 200
         assert "http://" not in found.text
         assert "https://" not in found.text
+    icon = server.http.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml; charset=utf-8")
 
 
 def stream_lines(server, **fields):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from architectures import _TINY, prompt, tiny_model
+from architectures import _TINY, ids_of, prompt, tiny_model
 from leaks import hidden_layer
 from references import draft_of
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -130,7 +130,7 @@ def test_a_trial_changes_no_text_of_other_threads():
     config = MistralConfig(**_TINY | {"sliding_window": 8})
     models = [randomized(MistralForCausalLM(config)) for _ in range(2)]
     assert models[0].config is models[1].config is config
-    ids = prompt(rows=1, tokens=30, pads=0)["input_ids"]
+    ids = ids_of(30)
     expected = [engine.generate(model, ids, max_new_tokens=8).tokens for model in models]
     models[0].model.layers[0].register_forward_hook(lambda *_: time.sleep(0.02))
     generators, found = [engine.Generator(model) for model in models], []

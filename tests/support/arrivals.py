@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from architectures import prompt, tiny_model
+from architectures import ids_of, tiny_model
 from injection import failing_at_random
 
 import caches
@@ -64,7 +64,7 @@ def alone(kind: str, backend: str, strategy: str, tokens: int, seed: int, new: i
 def request_of(kind: str, backend: str, strategy: str, tokens: int, seed: int, new: int) -> dict[str, Any]:
     options = BACKENDS[backend] | ({"max_cache_len": 128} if backend in ("static", "offloaded_static") else {})
     return {
-        "inputs": prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"],
+        "inputs": ids_of(tokens, seed),
         "cache": backend, "cache_config": options, "max_new_tokens": new, "seed": seed, **STRATEGIES[strategy],
     }  # fmt: skip
 
@@ -153,6 +153,7 @@ def check(request: BatchRequest, plan: Any, expected: list[list[int]] | str, fat
         assert [chunks.get(row, []) for row in range(len(expected))] == expected
         return
     assert isinstance(error, engine.GenerationInterrupted), error
+    assert error.partial.cache is None
     is_planned = {
         "cancelled": isinstance(error, engine.GenerationCancelled),
         "raises": "a processor failed" in str(error),
