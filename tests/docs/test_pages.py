@@ -1,22 +1,16 @@
 """Everything the documentation shows is run, page by page, and what it names is there."""
 
-import fcntl
 import json
 import os
-import pty
 import re
-import select
 import shlex
-import struct
 import subprocess
 import sys
-import termios
-import time
 
 import pytest
 import torch
 import yaml
-from helpers import in_terminal
+from helpers import Terminal, in_terminal
 from pages import DOCS, blocks, name_of, pages
 from places import README, ROOT
 
@@ -206,9 +200,7 @@ def test_the_number_of_architectures():
 
 def shown_by(command):
     """What a command leaves on a terminal, times taken out."""
-    shown, _ = in_terminal(["bash", "-c", command], columns=100)
-    shown = shown.rpartition("\x1b[1A\x1b[2K")[2]  # where the progress line was erased
-    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown).replace("\r", "")
+    return as_shown(in_terminal(["bash", "-c", command], columns=100)[0])
 
 
 def without_times(text):
@@ -232,33 +224,20 @@ def test_the_transcript_is_what_a_terminal_shows(monkeypatch):
 
 def chat_session(lines, folder):
     """What a terminal shows while these lines are typed into `engine chat`, times left as they are."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
-    command = [sys.executable, "-m", "engine", "chat", "--temperature", "0", "-n", "12"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True)
-    os.close(theirs)
-    shown, end = "", time.monotonic() + 120
-
-    def until(prompt):
-        nonlocal shown
-        begin = len(shown)
-        while not shown[begin:].endswith(prompt):
-            assert time.monotonic() < end, shown[-1000:]
-            if select.select([ours], [], [], 1)[0]:
-                shown += os.read(ours, 4096).decode()
-
-    try:
-        until("> ")
+    with Terminal([sys.executable, "-m", "engine", "chat", "--temperature", "0", "-n", "12"], folder) as terminal:
+        terminal.until("> ", at_the_end=True)
         for line, following in zip(lines, [*lines[1:], "> "], strict=True):
-            os.write(ours, f"{line[4 if line.startswith('... ') else 2 :]}\n".encode())
-            until(following[: 4 if following.startswith("... ") else 2])
-        os.write(ours, b"\x04")
-        assert process.wait(timeout=60) == 0
-    finally:
-        process.kill()
-        os.close(ours)
-    shown = shown.rpartition("\x1b[1A\x1b[2K")[2].removesuffix("> ")
-    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", shown).replace("\r", "")
+            terminal.type(f"{line[4 if line.startswith('... ') else 2 :]}\n")
+            terminal.until(following[: 4 if following.startswith("... ") else 2], at_the_end=True)
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=60) == 0
+    return as_shown(terminal.shown).removesuffix("> ")
+
+
+def as_shown(text):
+    """Without escapes, and without what stood before the progress line was erased."""
+    text = text.rpartition("\x1b[1A\x1b[2K")[2]
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text).replace("\r", "")
 
 
 @pytest.mark.slow

@@ -60,15 +60,6 @@ def test_servers(tmp_path):
 
 
 @pytest.mark.slow
-def test_single_caches(tmp_path):
-    options = ["--model", "tiny", "--contexts", "70,90", "--new", "3", "--only", "dynamic; transformers static"]
-    cases = run("memory.py", tmp_path / "memory.json", options)["cases"]
-    assert [case["context"] for case in cases] == [70, 90]
-    for case in cases:
-        assert list(case["rows"]) == ["transformers dynamic", "transformers static", "dynamic"]
-
-
-@pytest.mark.slow
 def test_quality_and_its_plot(tmp_path):
     options = "--texts 2 --length 192 --windows 5 --window 32 --most-full 96"
     found = run("quality.py", tmp_path / "quality.json", options)

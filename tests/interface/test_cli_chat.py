@@ -2,15 +2,13 @@
 
 import json
 import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+from helpers import Terminal
 
 import engine
 
@@ -124,36 +122,22 @@ def test_it_is_of_one_process(cli, tmp_path):
 
 def test_in_a_terminal():
     """Typed as a new user would: Ctrl-C ends an answer, the conversation goes on, Ctrl-D ends it."""
-    ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "engine", "chat", "-n", "900", "--min-new-tokens", "900"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-    os.close(theirs)
-    seen = b""
-
-    def until(what, seconds=90):
-        nonlocal seen
-        end = time.monotonic() + seconds
-        while what not in seen:
-            assert time.monotonic() < end, seen
-            if select.select([ours], [], [], 1)[0]:
-                seen += os.read(ours, 4096)
-        seen = seen.split(what, 1)[1]
-
-    until(b"LlamaForCausalLM, float32 on cpu, cache dynamic, context of 2,048 tokens")
-    until(b"/help lists the commands")
-    until(b"> ")
-    os.write(ours, b"import os\n")
-    until(b"import os\r\n")
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    until(b"\r\n> ")
-    os.write(ours, b"/stats\n")
-    until(b"tokens/s")
-    until(b"> ")
-    os.write(ours, b"/retry\n")
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    until(b"\r\n> ")
-    os.write(ours, b"\x04")
-    assert process.wait(timeout=60) == 0
-    os.close(ours)
+    with Terminal(command) as terminal:
+        terminal.until("LlamaForCausalLM, float32 on cpu, cache dynamic, context of 2,048 tokens")
+        terminal.until("/help lists the commands")
+        terminal.until("> ")
+        terminal.type("import os\n")
+        terminal.until("import os\r\n")
+        time.sleep(1)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("\r\n> ")
+        terminal.type("/stats\n")
+        terminal.until("tokens/s")
+        terminal.until("> ")
+        terminal.type("/retry\n")
+        time.sleep(1)
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.until("\r\n> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=60) == 0

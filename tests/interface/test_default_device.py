@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from architectures import prompt, tiny_model
+from architectures import ids_of, prompt, tiny_model
 from encoder_decoders import source, tiny_encoder_decoder
 from fallbacks import OutAt
 from strategy_cases import LOSSY, MODELS, NAMES, asked
@@ -66,6 +66,7 @@ print(generator.generate("import os", max_new_tokens=6, num_beams=2).text)
 """
 
 
+@pytest.mark.slow
 def test_in_a_fresh_process():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     generator = engine.Generator(engine.SHIPPED_MODEL, config=engine.EngineConfig(weights="int8"))
@@ -93,7 +94,7 @@ def test_many_prompts(shipped):
 
 def test_prompts_with_caches_of_several_lengths():
     generator = engine.Generator(tiny_model("llama"))
-    ids = prompt(rows=1, tokens=30, pads=0)["input_ids"]
+    ids = ids_of(30)
     window = {"cache": "sliding_window", "cache_config": {"window_length": 8}}
     asked = [{"prompt": ids, "max_new_tokens": 12} | backend for backend in (window, {}, window)]
 

@@ -82,28 +82,22 @@ def test_rows_without_a_form_still_end_there(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_stream_and_many_say_the_same(strategy):
-    given = arguments_of(strategy) | {"regex": r"[0-9]\.[0-9]", "eos_token_id": [0, id_of(".")]}
-    out = generator().generate(PROMPT, **given)
-    chunks = list(generator().stream(PROMPT, **given))
-    assert "".join(chunk.text for chunk in chunks if chunk.row == 0) == out.text[0]
-    [many] = generator().generate_many([PROMPT], **given)
-    assert many.result().text == out.text
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("has_special", [True, False])
-def test_a_streamer_shows_the_same(strategy, has_special):
-    shown = []
+def test_a_stream_many_and_a_streamer_show_the_same(strategy, has_special):
+    shown, ends = [], [id_of("."), *([0] if has_special else [])]
+    given = arguments_of(strategy) | {"regex": FORMS["needed in the middle"][0]["regex"], "eos_token_id": ends}
 
     class Shows(TextStreamer):
         def on_finalized_text(self, text, stream_end=False):
             shown.append(text)
 
-    ends = [id_of("."), *([0] if has_special else [])]
-    form, _, _ = FORMS["needed in the middle"]
-    more = {"eos_token_id": ends, "streamer": Shows(tokenizer(), skip_prompt=True, skip_special_tokens=True)}
-    out = generator().generate([PROMPT] * 2, regex=[form["regex"], "[a-z]{2}"], **arguments_of(strategy), **more)
+    out = generator().generate(PROMPT, **given)
+    chunks = list(generator().stream(PROMPT, **given))
+    assert "".join(chunk.text for chunk in chunks if chunk.row == 0) == out.text[0]
+    [many] = generator().generate_many([PROMPT], **given)
+    assert many.result().text == out.text
+    streamer = Shows(tokenizer(), skip_prompt=True, skip_special_tokens=True)
+    out = generator().generate([PROMPT] * 2, **given | {"regex": [given["regex"], "[a-z]{2}"]}, streamer=streamer)
     assert "".join(shown) == "\n".join(out.text)
 
 

@@ -3,7 +3,16 @@
 import pytest
 import torch
 import transformers
-from architectures import _EXPERTS, _TINY, ARCHITECTURES, MORE_ARCHITECTURES, RARE_ARCHITECTURES, prompt, randomised
+from architectures import (
+    _EXPERTS,
+    _TINY,
+    ARCHITECTURES,
+    MORE_ARCHITECTURES,
+    RARE_ARCHITECTURES,
+    ids_of,
+    prompt,
+    randomised,
+)
 from exotic import MODELS
 from multimodal import SPECIAL, seeing_model
 from pages import check_generated
@@ -41,10 +50,6 @@ def made(name):
                 pytest.skip("this release of transformers does not know it yet")
             _made[name] = randomised(*EVERY[name])
     return _made[name]
-
-
-def ids_of(tokens, seed):
-    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
 
 
 class Calls:

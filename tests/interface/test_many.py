@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import random
 import signal
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from architectures import (
     MORE_ARCHITECTURES,
     RARE_ARCHITECTURES,
     STATE_ARCHITECTURES,
-    prompt,
+    ids_of,
     randomised,
     tiny_model,
 )
-from arrivals import BACKENDS, STRATEGIES, Broken, memory_always_out, run
+from arrivals import BACKENDS, STRATEGIES, run
+from injection import failing_at_random
 
 import caches
 import engine
@@ -49,10 +51,6 @@ ALL = ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES
 FEW = [*ARCHITECTURES, *STATE_ARCHITECTURES, "bloom", "deepseek_v32"]
 
 
-def ids(tokens, seed=0):
-    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]
-
-
 def chosen(backend):
     sized = {"max_cache_len": 64} if backend in ("static", "offloaded_static") else {}
     return {"cache": backend, "cache_config": BACKENDS[backend] | sized}
@@ -69,7 +67,7 @@ def test_texts_are_those_of_each_prompt_alone(backend, strategy, kind, slots):
         pytest.skip("rounding, which differs with the number of rows, turns a code into the next one")
     gen = engine.Generator(tiny_model(kind))
     asked = [
-        {"prompt": ids(tokens, seed), "max_new_tokens": NEW + seed, "seed": seed}
+        {"prompt": ids_of(tokens, seed), "max_new_tokens": NEW + seed, "seed": seed}
         | (chosen(backend) | STRATEGIES[strategy] if seed % 2 else {})
         for seed, tokens in enumerate(TOKENS)
     ]
@@ -96,7 +94,7 @@ def test_rows_of_one_length_may_keep_different_slots(kind, first):
     gen, orders = engine.Generator(tiny_model(kind)), {"sliding_window": ("sliding_window", "dynamic", "sink")}
     backends = orders.get(first, ("dynamic", "sink", "sliding_window"))
     draws = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "seed": 1}  # the largest score tells less
-    requests = [{"prompt": ids(16 + seed, seed)} | draws | chosen(name) for seed, name in enumerate(backends)]
+    requests = [{"prompt": ids_of(16 + seed, seed)} | draws | chosen(name) for seed, name in enumerate(backends)]
     if kind == "gpt2":  # learned positions cannot be moved
         requests = [one for one in requests if one["cache"] != "sink"]
     found = {one.index: one.result().tokens for one in gen.generate_many(requests)}
@@ -122,9 +120,9 @@ def test_an_event_that_fails_ends_its_own_request_alone():
     gen, parameters = engine.Generator(tiny_model("llama")), {"max_new_tokens": NEW}
     events = [None, threading.Event, BrokenEvent(), 5]
     with gen.batch(slots=2) as batch:
-        found = [batch.submit(ids(5), cancellation=event, **parameters) for event in events]
-        good = [one.result().tokens for one in (found[0], batch.submit(ids(5), **parameters))]
-    assert good == [gen.generate(ids(5), **parameters).tokens] * 2
+        found = [batch.submit(ids_of(5), cancellation=event, **parameters) for event in events]
+        good = [one.result().tokens for one in (found[0], batch.submit(ids_of(5), **parameters))]
+    assert good == [gen.generate(ids_of(5), **parameters).tokens] * 2
     for one, error, why in zip(
         found[1:],
         (engine.OptionError, engine.GenerationInterrupted, engine.OptionError),
@@ -143,19 +141,19 @@ def test_an_event_that_fails_ends_its_own_request_alone():
 def test_an_event_that_fails_while_steps_are_joined(comes_back):
     gen, event = engine.Generator(tiny_model("llama")), BrokenEvent(20, comes_back)
     with gen.batch() as batch:
-        broken = batch.submit(ids(5), max_new_tokens=100, cancellation=event)
-        good = batch.submit(ids(9), max_new_tokens=40)
+        broken = batch.submit(ids_of(5), max_new_tokens=100, cancellation=event)
+        good = batch.submit(ids_of(9), max_new_tokens=40)
         with pytest.raises(engine.GenerationInterrupted, match="the process that held it has ended") as raised:
             broken.result()
         assert 1 < len(raised.value.partial.tokens[0]) < 30
-        assert good.result().tokens == gen.generate(ids(9), max_new_tokens=40).tokens
+        assert good.result().tokens == gen.generate(ids_of(9), max_new_tokens=40).tokens
 
 
 def test_all_slots_are_taken_at_once():
     """Also by short texts, which end before slots that are taken one by one would be full."""
     gen = engine.Generator(tiny_model("llama"))
     scheduler = gen._scheduler(4, None, reads_first=True)
-    ended = list(generate_many(scheduler, [ids(5, seed) for seed in range(12)], {"max_new_tokens": 4}, False))
+    ended = list(generate_many(scheduler, [ids_of(5, seed) for seed in range(12)], {"max_new_tokens": 4}, False))
     assert len(ended) == 12
     assert (scheduler.counts.row_steps, scheduler.counts.steps) == (12 * 3, 3 * 3)
 
@@ -164,7 +162,7 @@ def test_steps_are_joined():
     """All requests that decode take one step together: as many steps as the longest text has, not as all have."""
     gen = engine.Generator(tiny_model("llama"))
     with gen.batch(reads_first=True) as batch:
-        requests = [batch.submit(ids(tokens, seed), max_new_tokens=20) for seed, tokens in enumerate((3, 30, 11, 7))]
+        requests = [batch.submit(ids_of(tokens, seed), max_new_tokens=20) for seed, tokens in enumerate((3, 30, 11, 7))]
     assert all(len(request.result().tokens[0]) == 20 for request in requests)
     assert batch.counts.steps < 30
     assert batch.counts.row_steps == 4 * 19
@@ -177,7 +175,7 @@ def test_steps_are_joined():
 )
 def test_every_architecture(name):
     """Its steps are joined, or it says why not; the texts are the same."""
-    gen, asked = engine.Generator(tiny_model(name)), [ids(tokens, seed) for seed, tokens in enumerate((3, 12))]
+    gen, asked = engine.Generator(tiny_model(name)), [ids_of(tokens, seed) for seed, tokens in enumerate((3, 12))]
     expected = [gen.generate(one, max_new_tokens=4).tokens for one in asked]
     with gen.batch(reads_first=True) as batch:
         requests = [batch.submit(one, max_new_tokens=4) for one in asked]
@@ -187,7 +185,7 @@ def test_every_architecture(name):
 
 def test_a_joined_step_that_cannot_be_prepared_leaves_the_others_as_they_are(monkeypatch):
     gen, prepare, calls = engine.Generator(tiny_model("llama")), ModelSession.prepare, []
-    asked = [ids(tokens) for tokens in (3, 5, 9)]
+    asked = [ids_of(tokens) for tokens in (3, 5, 9)]
     expected = [gen.generate(one, max_new_tokens=8).tokens for one in asked]
 
     def fails_once(session, tokens):
@@ -250,12 +248,12 @@ def test_a_process_may_end_before_its_prompts(code):
 class TestRequests:
     def test_results_come_as_they_end(self):
         gen = engine.Generator(tiny_model("llama"))
-        asked = [{"prompt": ids(5), "max_new_tokens": new} for new in (12, 3, 7)]
+        asked = [{"prompt": ids_of(5), "max_new_tokens": new} for new in (12, 3, 7)]
         assert [request.index for request in gen.generate_many(asked)] == [1, 2, 0]
 
     def test_a_bad_prompt_has_its_error_in_its_place(self):
         gen = engine.Generator(tiny_model("llama"))
-        asked = [ids(5), {"prompt": ids(5), "num_beams": 0}, "a text without a tokenizer", ids(4)]
+        asked = [ids_of(5), {"prompt": ids_of(5), "num_beams": 0}, "a text without a tokenizer", ids_of(4)]
         found = {request.index: request for request in gen.generate_many(asked, max_new_tokens=3)}
         assert isinstance(found[1].error, engine.OptionError)
         assert isinstance(found[2].error, engine.InputError)
@@ -270,7 +268,7 @@ class TestRequests:
         def endless():
             while True:
                 read.append(len(read))
-                yield ids(4, len(read))
+                yield ids_of(4, len(read))
 
         requests = gen.generate_many(endless(), slots=3, max_new_tokens=4)
         for _ in range(5):
@@ -281,7 +279,7 @@ class TestRequests:
     @pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
     def test_padded_prompts_of_states_are_read_at_once(self, name):
         gen = engine.Generator(tiny_model(name))
-        ragged = [ids(40)[0].tolist(), ids(9)[0].tolist()]
+        ragged = [ids_of(40)[0].tolist(), ids_of(9)[0].tolist()]
         with gen.batch(piece_tokens=3) as batch:
             found = batch.submit(ragged, max_new_tokens=5)
         assert found.result().tokens == gen.generate(ragged, max_new_tokens=5).tokens
@@ -293,7 +291,7 @@ class TestRequests:
             for seed in range(4):
                 time.sleep(0.3)
                 at.append(seed)
-                yield ids(4, seed)
+                yield ids_of(4, seed)
 
         assert next(iter(gen.generate_many(slow(), max_new_tokens=2))).index == 0
         assert len(at) < 4
@@ -321,7 +319,7 @@ class TestRequests:
         monkeypatch.setattr(gen._runner, "step_together", fails_once)
         monkeypatch.setattr(Scheduler, "_advance", watched)
         gen.model.register_forward_pre_hook(out_of_memory_once)
-        asked = [ids(9, seed) for seed in range(3)]
+        asked = [ids_of(9, seed) for seed in range(3)]
         found = {one.index: one.result().tokens for one in gen.generate_many(asked, max_new_tokens=8)}
         assert held
         assert not any(held)
@@ -331,17 +329,17 @@ class TestRequests:
     def test_time_begins_with_the_text(self):
         gen = engine.Generator(tiny_model("llama"))
         with gen.batch(slots=2) as batch:
-            batch.submit(ids(4), max_new_tokens=80)
+            batch.submit(ids_of(4), max_new_tokens=80)
             for asked in ({"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True, "seed": 1}):
-                waiting = batch.submit(ids(5), max_new_tokens=4, max_time=0.15, eos_token_id=[], **asked)
+                waiting = batch.submit(ids_of(5), max_new_tokens=4, max_time=0.15, eos_token_id=[], **asked)
                 assert waiting.result().finish_reasons == ["length"] * waiting.result().sequences.shape[0]
-                batch.submit(ids(4), max_new_tokens=80)
+                batch.submit(ids_of(4), max_new_tokens=80)
 
     def test_an_iterable_that_raises_loses_no_prompt_before(self):
         gen = engine.Generator(tiny_model("llama"))
 
         def broken():
-            yield from (ids(4), ids(6))
+            yield from (ids_of(4), ids_of(6))
             raise OSError("the file has ended")
 
         found = []
@@ -365,16 +363,6 @@ class TestRequests:
             request.result().tokens == gen.generate([{"role": "user", "content": "import os"}], max_new_tokens=3).tokens
         )
 
-    def test_a_failing_processor_is_the_error_of_its_request(self):
-        gen = engine.Generator(tiny_model("llama"))
-        with gen.batch() as batch:
-            good = batch.submit(ids(5), max_new_tokens=8)
-            bad = batch.submit(ids(9), max_new_tokens=8, logits_processor=[Broken(12, raises=True)])
-        assert good.result().tokens == gen.generate(ids(5), max_new_tokens=8).tokens
-        assert isinstance(bad.error, engine.GenerationInterrupted)
-        assert len(bad.error.partial.tokens[0]) == 3
-        assert bad.error.partial.cache is None
-
     def test_ctrl_c_says_where_the_texts_are(self):
         gen, found, calls = engine.Generator(tiny_model("llama")), [], []
 
@@ -384,9 +372,9 @@ class TestRequests:
                 signal.raise_signal(signal.SIGINT)
             return scores
 
-        long = {"prompt": ids(9, 1), "max_new_tokens": 20, "logits_processor": [press]}
+        long = {"prompt": ids_of(9, 1), "max_new_tokens": 20, "logits_processor": [press]}
         with pytest.raises(KeyboardInterrupt, match="prompts that had ended were yielded") as stopped:
-            found.extend(gen.generate_many([{"prompt": ids(3), "max_new_tokens": 2}, long]))
+            found.extend(gen.generate_many([{"prompt": ids_of(3), "max_new_tokens": 2}, long]))
         assert not isinstance(stopped.value, engine.UserInterrupt)  # of one run, with its `partial`
         assert [len(request.result().tokens[0]) for request in found] == [2]
         assert len(calls) == 4
@@ -402,8 +390,8 @@ class TestRequests:
 
         gen = engine.Generator(tiny_model("llama"))
         with gen.batch() as batch:
-            good = batch.submit(ids(5), max_new_tokens=8)
-            bad = batch.submit(ids(9), max_new_tokens=8, logits_processor=[panics])
+            good = batch.submit(ids_of(5), max_new_tokens=8)
+            bad = batch.submit(ids_of(9), max_new_tokens=8, logits_processor=[panics])
         assert len(good.result().tokens[0]) == 8
         with pytest.raises(engine.EngineError, match="Panic: unwrap on None") as raised:
             bad.result()
@@ -412,7 +400,7 @@ class TestRequests:
     def test_cancelled_within_a_step(self):
         gen = engine.Generator(tiny_model("llama"))
         with gen.batch() as batch:
-            request = batch.submit(ids(5), max_new_tokens=200)
+            request = batch.submit(ids_of(5), max_new_tokens=200)
             for number, _ in enumerate(request.stream(), 1):
                 if number == 3:
                     request.cancel()
@@ -420,17 +408,17 @@ class TestRequests:
             with pytest.raises(engine.GenerationCancelled) as error:
                 request.result(timeout=20)
         assert 3 <= len(error.value.partial.tokens[0]) < 100
-        whole = gen.generate(ids(5), max_new_tokens=200).tokens[0]
+        whole = gen.generate(ids_of(5), max_new_tokens=200).tokens[0]
         assert error.value.partial.tokens[0] == whole[: len(error.value.partial.tokens[0])]
 
     def test_a_batch_that_is_left_by_an_error_cancels(self):
         gen = engine.Generator(tiny_model("llama"))
         with gen.batch(slots=1) as batch:
-            requests = [batch.submit(ids(5), max_new_tokens=150) for _ in range(3)]
+            requests = [batch.submit(ids_of(5), max_new_tokens=150) for _ in range(3)]
             batch.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
         assert all(isinstance(request.error, engine.EngineError) for request in requests)
         with pytest.raises(engine.EngineError, match="closed"):
-            batch.submit(ids(5))
+            batch.submit(ids_of(5))
 
     def test_from_many_threads(self):
         gen, found = engine.Generator(tiny_model("llama")), {}
@@ -438,7 +426,7 @@ class TestRequests:
 
             def work(seed):
                 time.sleep(seed / 200)
-                found[seed] = batch.submit(ids(4 + seed, seed), max_new_tokens=5, do_sample=True, seed=seed).result()
+                found[seed] = batch.submit(ids_of(4 + seed, seed), max_new_tokens=5, do_sample=True, seed=seed).result()
 
             threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
             for thread in threads:
@@ -446,29 +434,15 @@ class TestRequests:
             for thread in threads:
                 thread.join()
         for seed, result in found.items():
-            alone = gen.generate(ids(4 + seed, seed), max_new_tokens=5, do_sample=True, seed=seed)
+            alone = gen.generate(ids_of(4 + seed, seed), max_new_tokens=5, do_sample=True, seed=seed)
             assert result.tokens == alone.tokens
-
-    def test_in_asyncio(self):
-        gen = engine.Generator(tiny_model("llama"))
-
-        async def main():
-            async with gen.batch() as batch:
-                first, second = (batch.submit(ids(5, seed), max_new_tokens=4) for seed in (0, 1))
-                chunks = [chunk async for chunk in first]
-                return chunks, await second
-
-        chunks, second = asyncio.run(main())
-        expected = [gen.generate(ids(5, seed), max_new_tokens=4).tokens for seed in (0, 1)]
-        assert [token for chunk in chunks for token in chunk.tokens] == expected[0][0]
-        assert second.tokens == expected[1]
 
     def test_a_task_that_is_cancelled_leaves_the_others(self):
         gen = engine.Generator(tiny_model("llama"))
 
         async def main():
             async with gen.batch() as batch:
-                requests = [batch.submit(ids(5, seed), max_new_tokens=40) for seed in (0, 1)]
+                requests = [batch.submit(ids_of(5, seed), max_new_tokens=40) for seed in (0, 1)]
                 with pytest.raises(asyncio.TimeoutError):
                     await asyncio.wait_for(requests[0], 0.001)
                 return await requests[1], await requests[0]
@@ -479,7 +453,7 @@ class TestRequests:
         """Prompts that are read, that decode and that wait: each of them ends."""
         gen = engine.Generator(tiny_model("llama"))
         scheduler = gen._scheduler(2, None, piece_tokens=3)
-        requests = [BatchRequest(index, ids(20), {"max_new_tokens": 50}) for index in range(4)]
+        requests = [BatchRequest(index, ids_of(20), {"max_new_tokens": 50}) for index in range(4)]
         for request in requests:
             scheduler.add(request)
         for _ in range(9):
@@ -492,7 +466,7 @@ class TestRequests:
     @pytest.mark.parametrize("cache", ["dynamic", "offloaded"])
     def test_a_prompt_that_is_parked_while_it_is_read_is_read_again(self, cache):
         gen = engine.Generator(tiny_model("llama"))
-        request = BatchRequest(0, ids(23), {"max_new_tokens": 8} | chosen(cache))
+        request = BatchRequest(0, ids_of(23), {"max_new_tokens": 8} | chosen(cache))
         expected = gen.generate(request.inputs, **request.parameters).tokens
         scheduler = gen._scheduler(2, None, piece_tokens=3)
         scheduler.add(request)
@@ -509,7 +483,7 @@ class TestRequests:
         """Requests that come later could keep it from ever ending."""
         gen = engine.Generator(tiny_model("llama"))
         scheduler = gen._scheduler(4, None, reads_first=True)
-        request = BatchRequest(0, ids(9), {"max_new_tokens": 6, "cache": cache})
+        request = BatchRequest(0, ids_of(9), {"max_new_tokens": 6, "cache": cache})
         scheduler.add(request)
         scheduler.turn()
         parked = 0
@@ -520,19 +494,19 @@ class TestRequests:
             scheduler.turn()
             parked += 1
         assert parked == 4
-        assert request.result().tokens == gen.generate(ids(9), max_new_tokens=6, cache=cache).tokens
+        assert request.result().tokens == gen.generate(ids_of(9), max_new_tokens=6, cache=cache).tokens
 
     def test_memory_that_stays_out_ends_the_requests(self):
         """Every joined step and every step alone fails, and no cache can be parked: no turn goes on for ever."""
         gen = engine.Generator(tiny_model("llama"))
         scheduler = gen._scheduler(4, None, reads_first=True)
         asked = {"max_new_tokens": 20, "cache": "offloaded", "cache_config": {"residency": "disk"}}
-        requests = [BatchRequest(index, ids(9, index), asked) for index in range(3)]
+        requests = [BatchRequest(index, ids_of(9, index), asked) for index in range(3)]
         for request in requests:
             scheduler.add(request)
         for _ in range(3):
             scheduler.turn()
-        with memory_always_out(gen.model):
+        with failing_at_random(gen.model, 1.0, random.Random(0)):
             for _ in range(60):
                 scheduler.turn()
         for request in requests:
@@ -544,7 +518,7 @@ class TestRequests:
         gen, found = engine.Generator(tiny_model("llama")), []
         for beside in (0, 3):
             torch.manual_seed(5)
-            asked = [{"prompt": ids(5), "do_sample": True}] * 2 + [ids(9)] * beside
+            asked = [{"prompt": ids_of(5), "do_sample": True}] * 2 + [ids_of(9)] * beside
             results = {one.index: one.result() for one in gen.generate_many(asked, max_new_tokens=12)}
             found.append([results[0].tokens, results[1].tokens])
         assert found[0] == found[1]
@@ -553,9 +527,9 @@ class TestRequests:
     def test_what_belongs_to_one_text_is_refused(self):
         gen = engine.Generator(tiny_model("llama"))
         with pytest.raises(engine.OptionError, match="streamer"):
-            gen.generate_many([ids(4)], streamer=object())
+            gen.generate_many([ids_of(4)], streamer=object())
         with gen.batch() as batch:
-            refused = batch.submit(ids(4), return_legacy_cache=True)
+            refused = batch.submit(ids_of(4), return_legacy_cache=True)
         assert "results have no cache" in str(refused.error)
         with pytest.raises(engine.OptionError, match="slots"):
             gen.batch(slots=0)
@@ -563,20 +537,20 @@ class TestRequests:
     def test_a_budget_lets_prompts_wait(self):
         """Two caches do not fit: the second prompt begins when the first has ended, and its text is the same."""
         gen = engine.Generator(tiny_model("llama"))
-        most = gen.generate(ids(30), max_new_tokens=8).cache.bytes
+        most = gen.generate(ids_of(30), max_new_tokens=8).cache.bytes
         with gen.batch(max_cache_bytes=int(most * 1.5)) as batch:
-            requests = [batch.submit(ids(30, seed), max_new_tokens=8) for seed in range(3)]
+            requests = [batch.submit(ids_of(30, seed), max_new_tokens=8) for seed in range(3)]
         assert batch.counts.row_steps == batch.counts.steps
         for seed, request in enumerate(requests):
-            assert request.result().tokens == gen.generate(ids(30, seed), max_new_tokens=8).tokens
+            assert request.result().tokens == gen.generate(ids_of(30, seed), max_new_tokens=8).tokens
 
     def test_stored_prefixes_join(self):
         """A prompt that begins like an earlier one reads the rest alone, beside others that decode."""
         model = tiny_model("llama")
         gen = engine.Generator(model, config=engine.EngineConfig(prefix_store_bytes=10_000_000))
-        common = ids(60)
+        common = ids_of(60)
         gen.generate(common, max_new_tokens=2)
-        asked = [torch.cat([common, ids(5, seed)], dim=1) for seed in range(1, 5)]
+        asked = [torch.cat([common, ids_of(5, seed)], dim=1) for seed in range(1, 5)]
         found = {one.index: one.result() for one in gen.generate_many(asked, max_new_tokens=6)}
         plain = engine.Generator(model)
         for index, whole in enumerate(asked):
@@ -586,7 +560,7 @@ class TestRequests:
     @pytest.mark.parametrize("waits", ["for a slot", "for memory"])
     def test_what_is_cancelled_while_it_waits_ends_at_once(self, waits):
         gen = engine.Generator(tiny_model("llama"))
-        first, second = (BatchRequest(index, ids(9, index), {"max_new_tokens": 30}) for index in range(2))
+        first, second = (BatchRequest(index, ids_of(9, index), {"max_new_tokens": 30}) for index in range(2))
         size = gen.generate(first.inputs, **first.parameters).cache.bytes
         scheduler = gen._scheduler(*((1, None) if waits == "for a slot" else (4, size)))
         for request in (first, second):
@@ -606,7 +580,7 @@ class TestRequests:
     def test_what_was_parked_is_read_again_by_itself(self, caplog):
         """A step of one token over an empty cache is no step that can be joined."""
         gen = engine.Generator(tiny_model("llama"))
-        requests = [BatchRequest(index, ids(9, index), {"max_new_tokens": 12}) for index in range(3)]
+        requests = [BatchRequest(index, ids_of(9, index), {"max_new_tokens": 12}) for index in range(3)]
         expected = [gen.generate(request.inputs, **request.parameters).tokens for request in requests]
         scheduler = gen._scheduler(3, None)
         for request in requests:
@@ -623,7 +597,7 @@ class TestRequests:
 
     def test_what_is_cancelled_while_it_is_parked_or_read(self):
         gen = engine.Generator(tiny_model("llama"))
-        requests = [BatchRequest(index, ids(40, index), {"max_new_tokens": 30}) for index in range(3)]
+        requests = [BatchRequest(index, ids_of(40, index), {"max_new_tokens": 30}) for index in range(3)]
         scheduler = gen._scheduler(3, None, piece_tokens=4)
         scheduler.add(requests[0])
         for _ in range(15):
@@ -650,7 +624,7 @@ class TestRequests:
 
         async def main():
             async with gen.batch(slots=50) as batch:
-                requests = [batch.submit(ids(5, seed), max_new_tokens=4) for seed in range(50)]
+                requests = [batch.submit(ids_of(5, seed), max_new_tokens=4) for seed in range(50)]
                 before = threading.active_count()
 
                 async def read(request):
@@ -661,16 +635,16 @@ class TestRequests:
                 return found
 
         found = asyncio.run(main())
-        assert found == [gen.generate(ids(5, seed), max_new_tokens=4).tokens[0] for seed in range(50)]
+        assert found == [gen.generate(ids_of(5, seed), max_new_tokens=4).tokens[0] for seed in range(50)]
 
     @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded"])
     def test_a_stored_prefix_that_is_parked_before_the_first_step(self, cache):
         """The rest of the prompt, or all of it, is read when there is room again."""
         gen = engine.Generator(tiny_model("llama"), config=engine.EngineConfig(prefix_store_bytes=10_000_000))
-        common, options = ids(60), {"max_new_tokens": 8} | chosen(cache)
+        common, options = ids_of(60), {"max_new_tokens": 8} | chosen(cache)
         options["cache_config"] = options["cache_config"] | ({"max_cache_len": 128} if cache == "static" else {})
         gen.generate(common, **options)
-        asked = torch.cat([common, ids(9, 1)], dim=1)
+        asked = torch.cat([common, ids_of(9, 1)], dim=1)
         expected = engine.Generator(gen.model).generate(asked, **options).tokens
         request, scheduler = BatchRequest(0, asked, options), gen._scheduler(2, None, piece_tokens=4)
         scheduler.add(request)

@@ -1,65 +1,28 @@
 """`engine serve` as a process: it starts, answers, and lets requests end when it is stopped."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
 import sys
 import time
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra serve is not installed")
+pytest.importorskip("openai")
 
 import httpx
-
-
-def free_port():
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
-class Started:
-    """The command, and a client of it once it answers."""
-
-    def __init__(self, *options, environment=None):
-        port = free_port()
-        command = [sys.executable, "-m", "engine", "serve", "--port", str(port), *options]
-        environment = os.environ | (environment or {})
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
-        end = time.monotonic() + 60
-        while True:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end
-            try:
-                self.http.get("/health")
-                return
-            except httpx.TransportError:
-                time.sleep(0.1)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.http.close()
-        self.process.kill()
-        self.process.communicate()
+from served import command
 
 
 def test_a_stop_waits_for_requests():
-    with Started("--name", "small", "--max-tokens", "400", environment={"KVENGINE_API_KEY": "k"}) as server:
+    with command("--name", "small", "--max-tokens", "400", KVENGINE_API_KEY="k") as server:
         headers = {"Authorization": "Bearer k"}
-        assert server.http.get("/v1/models").status_code == 401
-        [model] = server.http.get("/v1/models", headers=headers).json()["data"]
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        [model] = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
         assert model["id"] == "small"
         assert model["engine"]["max_tokens"] == 400
-        body = {"model": "small", "prompt": "def f(", "max_tokens": 300, "stream": True, "logit_bias": {"0": -100}}
-        with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        body = {"model": "small", "prompt": "def f(", "max_tokens": 150, "stream": True, "logit_bias": {"0": -100}}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
             lines = (line for line in answer.iter_lines() if line)
             next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -67,17 +30,16 @@ def test_a_stop_waits_for_requests():
         assert events[-1] == "[DONE]"
         assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(20) in (0, -signal.SIGTERM)
-        _, said = server.process.communicate()
-        assert "Serving small at http://127.0.0.1" in said
-        assert "Traceback" not in said
+        assert "Serving small at http://127.0.0.1" in server.said
+        assert "Traceback" not in server.said
 
 
 @pytest.mark.slow
 def test_a_stop_does_not_wait_longer_than_it_may():
     options = ["--cache", "quantized", "--cache-option", "nbits=2"]
-    with Started("--max-tokens", "2000", "--drain-seconds", "1", *options) as server:
+    with command("--max-tokens", "2000", "--drain-seconds", "1", *options) as server:
         body = {"model": "shipped", "prompt": "def f(", "max_tokens": 1900, "stream": True, "logit_bias": {"0": -100}}
-        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             begun = time.monotonic()

@@ -136,7 +136,7 @@ class TestChat:
         assert set(value) == {"name", "size"}
         assert value["name"] in "ab"
         assert value["size"] in range(10)
-        as_object = chat(server, response_format={"type": "json_object"}, max_tokens=200).choices[0]
+        as_object = chat(server, response_format={"type": "json_object"}, max_tokens=24).choices[0]
         assert as_object.message.content.startswith("{")
         assert chat(server, response_format={"type": "text"}).choices[0].message.content
 
@@ -351,10 +351,6 @@ class TestOptionsOfOurs:
         found = complete(server, engine={"cache": cache, "cache_config": sizes} | options, **sampling)
         assert found.choices[0].text == expected.text[0]
 
-    def test_forms(self, server):
-        assert complete(server, engine={"choices": ["yes", "no"]}).choices[0].text in ("yes", "no")
-        assert complete(server, engine={"regex": "[a-c]{3}"}).choices[0].text.strip("abc") == ""
-
     def test_what_the_models_list_says(self, server):
         [model] = server.openai.models.list().data
         assert model.id == NAME
@@ -364,11 +360,6 @@ class TestOptionsOfOurs:
         assert "contrastive" in model.engine["strategies"]
         with pytest.raises(openai.NotFoundError, match="this server has 'shipped'"):
             server.openai.models.retrieve("gpt")
-
-
-def test_the_icon(server):
-    icon = server.http.get("/favicon.ico")
-    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml; charset=utf-8")
 
 
 # Each wrong field, and what the answer says of it.
@@ -564,6 +555,8 @@ def test_the_page_is_complete(server):
         assert found.status_code == 200
         assert "http://" not in found.text
         assert "https://" not in found.text
+    icon = server.http.get("/favicon.ico")
+    assert (icon.status_code, icon.headers["content-type"]) == (200, "image/svg+xml; charset=utf-8")
 
 
 def stream_lines(server, **fields):
@@ -615,13 +608,13 @@ def test_a_full_queue(gen):
 
 
 def test_clients_at_once_get_their_own_texts(gen):
-    prompts = [f"def function_{number}(a, b):\n    " for number in range(12)]
-    expected = [gen.generate(prompt, max_new_tokens=20).text[0] for prompt in prompts]
+    prompts = [f"def function_{number}(a, b):\n    " for number in range(10)]
+    expected = [gen.generate(prompt, max_new_tokens=8).text[0] for prompt in prompts]
     with served(gen) as server:
         found = [None] * len(prompts)
 
         def ask(number):
-            found[number] = complete(server, prompts[number], max_tokens=20).choices[0].text
+            found[number] = complete(server, prompts[number], max_tokens=8).choices[0].text
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(prompts))]
         for thread in threads:
@@ -630,8 +623,8 @@ def test_clients_at_once_get_their_own_texts(gen):
             thread.join()
         assert found == expected
         assert server.metric("time_to_first_token_seconds_count") == len(prompts)
-        assert server.metric("time_between_tokens_seconds_count") == 19 * len(prompts)
-        assert server.metric("generated_tokens_total") == 20 * len(prompts)
+        assert server.metric("time_between_tokens_seconds_count") == 7 * len(prompts)
+        assert server.metric("generated_tokens_total") == 8 * len(prompts)
 
 
 def test_memory_that_is_out(gen):

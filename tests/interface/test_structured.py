@@ -60,7 +60,7 @@ def test_random_schemas(seed, strategy, cache):
 
 def test_most_random_schemas_have_complete_texts():
     """Else the test above would show little."""
-    ends = sum((play(seed, "greedy", "dynamic") for seed in range(20)), start=play(0, "sampling", "dynamic"))
+    ends = sum((play(seed, "greedy", "dynamic") for seed in range(10)), start=play(0, "sampling", "dynamic"))
     assert ends["eos"] >= 0.8 * sum(ends.values())
 
 
@@ -112,7 +112,7 @@ def test_beams_are_those_of_transformers():
     assert pad(ours.sequences).equal(pad(theirs))
 
 
-@pytest.mark.parametrize("seeds", [range(100, 112), pytest.param(range(1000, 1100), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", [range(100, 106), pytest.param(range(1000, 1100), marks=pytest.mark.slow)], ids=len)
 def test_states_answer_as_if_the_text_were_read_from_its_beginning(seeds):
     """Texts of random lengths in random order: longer, shorter, others, several at once. 40 times for each schema."""
     draw = Random(0)
@@ -453,6 +453,6 @@ def test_a_dict_with_keys_of_a_pattern_is_closed(shipped):
     key = Annotated[str, pydantic.Field(pattern="^[a-c]$")]
     kind = pydantic.create_model("Marks", marks=(dict[key, bool], pydantic.Field(max_length=2)))
     found = [
-        shipped.generate("x", json_schema=kind, do_sample=True, seed=seed, max_new_tokens=160) for seed in range(4)
+        shipped.generate("x", json_schema=kind, do_sample=True, seed=seed, max_new_tokens=160) for seed in range(2)
     ]
     assert all(one.parsed[0] is not None for one in found)

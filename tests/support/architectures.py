@@ -409,3 +409,8 @@ def prompt(rows: int = 2, tokens: int = 13, pads: int = 4, seed: int = 0) -> dic
     mask[0, :pads] = 0
     ids[mask == 0] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def ids_of(tokens: int, seed: int = 0) -> torch.Tensor:
+    """Of one prompt without pads, [1, tokens]."""
+    return prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"]

@@ -6,13 +6,12 @@ import functools
 import gc
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from architectures import prompt, tiny_model
-from injection import ERRORS, decoder_layers
+from architectures import ids_of, tiny_model
+from injection import failing_at_random
 
 import caches
 import engine
@@ -65,42 +64,9 @@ def alone(kind: str, backend: str, strategy: str, tokens: int, seed: int, new: i
 def request_of(kind: str, backend: str, strategy: str, tokens: int, seed: int, new: int) -> dict[str, Any]:
     options = BACKENDS[backend] | ({"max_cache_len": 128} if backend in ("static", "offloaded_static") else {})
     return {
-        "inputs": prompt(rows=1, tokens=tokens, pads=0, seed=seed)["input_ids"],
+        "inputs": ids_of(tokens, seed),
         "cache": backend, "cache_config": options, "max_new_tokens": new, "seed": seed, **STRATEGIES[strategy],
     }  # fmt: skip
-
-
-@contextmanager
-def memory_out(kind: str, chance: float, dice: random.Random, raised: Counter[str]) -> Iterator[None]:
-    """Any layer of any forward may fail, before or after its work; at most ten times."""
-    model = generator(kind).model
-
-    def strike(*_: object) -> None:
-        if dice.random() < chance and raised["out of memory"] < 10:
-            raised["out of memory"] += 1
-            raise ERRORS[dice.choice(list(ERRORS))]()
-
-    hooks = [layer.register_forward_pre_hook(strike) for layer in decoder_layers(model)]
-    hooks += [layer.register_forward_hook(strike) for layer in decoder_layers(model)]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def memory_always_out(model: torch.nn.Module) -> Iterator[None]:
-    """No forward of the model finds memory."""
-
-    def strike(*_: object) -> None:
-        raise ERRORS["device"]()
-
-    hook = model.register_forward_pre_hook(strike)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def run(seeds: Iterable[int]) -> Counter[str]:
@@ -132,7 +98,7 @@ def history(dice: random.Random) -> Counter[str]:
     requests: dict[int, BatchRequest] = {}
     begun, turns = {}, 0
     chance = dice.choice((0.0, 0.0, 0.002, 0.02))
-    with memory_out(kind, chance, dice, happened):
+    with failing_at_random(gen.model, chance, dice, most=10) as failures:
         while arriving or scheduler.is_busy:
             for when, index in sorted(arriving):
                 if when <= turns:
@@ -149,6 +115,7 @@ def history(dice: random.Random) -> Counter[str]:
             assert turns < 30 + sum(plan[2] + 4 * plan[4] for plan, *_ in plans), "a request waits for too many turns"
     for index, request in requests.items():
         check(request, *plans[index][:3], happened)
+    happened += failures
     happened["joined steps"] += scheduler.counts.steps
     happened["alone"] += scheduler.counts.alone_steps
     happened["parked"] += scheduler.counts.parked
@@ -186,6 +153,7 @@ def check(request: BatchRequest, plan: Any, expected: list[list[int]] | str, fat
         assert [chunks.get(row, []) for row in range(len(expected))] == expected
         return
     assert isinstance(error, engine.GenerationInterrupted), error
+    assert error.partial.cache is None
     is_planned = {
         "cancelled": isinstance(error, engine.GenerationCancelled),
         "raises": "a processor failed" in str(error),

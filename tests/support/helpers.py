@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import os
 import pty
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +94,39 @@ def in_terminal(command: list[str], columns: int = 100) -> tuple[str, int]:
             break
     os.close(master)
     return shown.decode(), process.wait(timeout=60)
+
+
+class Terminal:
+    """A command on a terminal of its own, into which a test types. shown: everything it has shown."""
+
+    def __init__(self, command: list[str], folder: Path | None = None):
+        self._side, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
+        self.process = subprocess.Popen(
+            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True
+        )
+        os.close(theirs)
+        self.shown, self._seen = "", 0
+
+    def until(self, text: str, seconds: float = 120, at_the_end: bool = False) -> None:
+        """Read until it has shown this text behind what was waited for before, as the last thing where asked for."""
+        end = time.monotonic() + seconds
+        while not self.shown.endswith(text, self._seen) if at_the_end else self.shown.find(text, self._seen) < 0:
+            assert time.monotonic() < end, self.shown[-1000:]
+            if select.select([self._side], [], [], 1)[0]:
+                self.shown += os.read(self._side, 4096).decode(errors="replace")
+        self._seen = len(self.shown) if at_the_end else self.shown.index(text, self._seen) + len(text)
+
+    def type(self, text: str) -> None:
+        os.write(self._side, text.encode())
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._side)
 
 
 _PATH = f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"  # where the `engine` of these tests is

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -68,6 +70,23 @@ def failing(
     assert not all_happen or found.raised == len(planned), (
         f"{found.raised} of the failures at {sorted(at)} in {found.forwards} forwards"
     )
+
+
+@contextmanager
+def failing_at_random(model: nn.Module, chance: float, draw: Random, most: int | None = None) -> Iterator[Counter[str]]:
+    """Any decoder layer of any forward may fail, before or after its work; `most` times. Counts how often one did."""
+    happened: Counter[str] = Counter()
+
+    def strike(*_: object) -> None:
+        if draw.random() < chance and (most is None or happened["out of memory"] < most):
+            happened["out of memory"] += 1
+            raise ERRORS[draw.choice(list(ERRORS))]()
+
+    with ExitStack() as hooks:
+        for layer in decoder_layers(model):
+            hooks.enter_context(_removed(layer.register_forward_pre_hook(strike)))
+            hooks.enter_context(_removed(layer.register_forward_hook(strike)))
+        yield happened
 
 
 @contextmanager

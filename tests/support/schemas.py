@@ -1,25 +1,16 @@
-"""Random JSON schemas, and texts that follow them.
-
-python tests/support/schemas.py 1000      schemas 0 to 999 with all strategies and caches, on all cores
-"""
+"""Random JSON schemas, and texts that follow them."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from random import Random
 from typing import Any
 
-import torch
 from architectures import randomised
 from jsonschema import Draft202012Validator
-from rich.progress import track
 from transformers import AutoTokenizer, PreTrainedModel
 
 import engine
@@ -148,22 +139,3 @@ def play(seed: int, strategy: str, cache: str) -> Counter[str]:
         else:
             assert parsed is None, where
     return Counter(map(str, out.finish_reasons))
-
-
-def _play_all(seed: int) -> Counter[str]:
-    torch.set_num_threads(1)
-    return sum((play(seed, strategy, cache) for strategy in STRATEGIES for cache in CACHES), Counter())
-
-
-def main() -> None:
-    seeds, found = range(int(sys.argv[1])), Counter[str]()
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        for counts in track(pool.map(_play_all, seeds, chunksize=4), total=len(seeds)):
-            found += counts
-    print(
-        f"{len(seeds)} schemas, {len(STRATEGIES)} strategies, {len(CACHES)} caches: texts by their end: {dict(found)}"
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,19 @@
-"""A server in a thread of this process, on a port of its own."""
+"""A server in a thread of this process or in one of its own, on a port of its own."""
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -84,3 +90,40 @@ def served(
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
+
+
+@dataclass
+class Command:
+    """`engine serve` in a process of its own. said: what it has written so far."""
+
+    process: subprocess.Popen
+    log: Path
+    url: str = ""
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text()
+
+
+@contextmanager
+def command(*options: str, space_mib: int | None = None, **environment: str) -> Iterator[Command]:
+    """It once it answers, and an end of it. space_mib: all that it may map."""
+
+    def limit() -> None:
+        if space_mib is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (space_mib * 2**20, space_mib * 2**20))
+
+    words = [sys.executable, "-m", "engine", "serve", "--port", "0", *options]
+    with tempfile.NamedTemporaryFile() as log:
+        process = subprocess.Popen(words, stderr=log, preexec_fn=limit, env=os.environ | environment)
+        found, end = Command(process, Path(log.name)), time.monotonic() + 60
+        try:
+            while " at http" not in found.said:
+                assert process.poll() is None, found.said
+                assert time.monotonic() < end, found.said
+                time.sleep(0.1)
+            found.url = found.said.split(" at ")[1].split()[0]
+            yield found
+        finally:
+            process.kill()
+            process.wait()
