@@ -17,7 +17,7 @@ from caches.layers.model_version import ModelVersion
 from caches.layers.read_by import ReadBy
 from caches.transfer import comparison
 from engine import run_builder
-from engine.request import continuation
+from engine.request.inputs import continuation
 
 _version_of = read_by.model_version
 
