@@ -17,7 +17,7 @@ demo: .venv/kernels
 
 # After changes to native/. Those that are there and of these sources stay; without a compiler torch computes.
 kernels: .venv/kernels
-.venv/kernels: .venv/installed $(wildcard native/*.cpp native/*/*.h native/build.py)
+.venv/kernels: .venv/installed $(wildcard native/*.cpp native/*.h native/*/*.h native/build.py)
 	-$(BIN)/python native/build.py
 	@touch $@
 

@@ -12,17 +12,12 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <optional>
 #include <vector>
 
-#include "attention/exponential.h"
+#include "attention/softmax.h"
+#include "vectors.h"
 
 namespace {
 
@@ -38,32 +33,12 @@ struct Segment {
 inline const float* floats_of(const Tensor& of) { return static_cast<const float*>(of.const_data_ptr()); }
 inline float* floats_in(Tensor& of) { return static_cast<float*>(of.mutable_data_ptr()); }
 
-constexpr int64_t lanes = 8, shorts = 16, most_width = 512;
+constexpr int64_t shorts = 16, most_width = 512;
 constexpr int64_t few = 32;  // slots that are unpacked at a time
 constexpr int64_t most_summed = 256;  // products of 16 and 8 bits whose sum fits into 32 bits
-constexpr float none = -std::numeric_limits<float>::infinity();
 
-typedef int32_t Ints __attribute__((vector_size(4 * lanes)));
-typedef float Lanes __attribute__((vector_size(4 * lanes)));
+typedef int32_t Ints __attribute__((vector_size(32)));
 typedef int16_t Shorts __attribute__((vector_size(2 * shorts)));
-
-template <typename Vector = Lanes>
-inline Vector load(const void* from) {
-  Vector found;
-  __builtin_memcpy(&found, from, sizeof(found));
-  return found;
-}
-
-template <typename Vector>
-inline void store(Vector from, void* to) {
-  __builtin_memcpy(to, &from, sizeof(from));
-}
-
-inline float total(Lanes of) {
-  float sum = 0;
-  for (int64_t i = 0; i < lanes; i++) sum += of[i];
-  return sum;
-}
 
 // The totals of four vectors, to four consecutive integers.
 inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
@@ -73,7 +48,7 @@ inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
   store(_mm_add_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)), to);
 #else
   std::fill(to, to + 4, 0);
-  for (int64_t i = 0; i < lanes; i++) to[0] += a[i], to[1] += b[i], to[2] += c[i], to[3] += d[i];
+  for (int64_t i = 0; i < 8; i++) to[0] += a[i], to[1] += b[i], to[2] += c[i], to[3] += d[i];
 #endif
 }
 
@@ -133,7 +108,7 @@ inline Ints widened(const uint8_t* from) {
   return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 #else
   Ints found;
-  for (int64_t i = 0; i < lanes; i++) found[i] = from[i];
+  for (int64_t i = 0; i < 8; i++) found[i] = from[i];
   return found;
 #endif
 }
@@ -153,10 +128,10 @@ template <int bits>
 void unpack(const uint8_t* codes, int64_t stride, int64_t count, int64_t bytes, float* floats) {
   for (; count > 0; count--, codes += stride, floats += bytes * (8 / bits)) {
     int64_t i = 0;
-    for (; i + lanes <= bytes; i += lanes) {
+    for (; i + 8 <= bytes; i += 8) {
       const Ints some = widened(codes + i);
       for (int plane = 0; plane < 8 / bits; plane++)
-        store(__builtin_convertvector(some >> (bits * plane) & ((1 << bits) - 1), Lanes), floats + plane * bytes + i);
+        store(__builtin_convertvector(some >> (bits * plane) & ((1 << bits) - 1), Eight), floats + plane * bytes + i);
     }
     for (; i < bytes; i++)
       for (int plane = 0; plane < 8 / bits; plane++)
@@ -185,7 +160,7 @@ void unpack_values(const uint8_t* codes, int64_t stride, int64_t count, int64_t 
   for (; count > 0; count -= 2, codes += 2 * stride, integers += 2 * bytes * (8 / bits)) {
     const uint8_t* next = codes + (count > 1 ? stride : 0);  // the last slot of an odd number is its own partner
     int64_t i = 0;
-    for (; i + lanes <= bytes; i += lanes) {
+    for (; i + 8 <= bytes; i += 8) {
       const Ints both = widened(codes + i) | widened(next + i) << 16;
       for (int plane = 0; plane < 8 / bits; plane++)
         store(both >> (bits * plane) & (((1 << bits) - 1) * 0x10001), integers + 2 * (plane * bytes + i));
@@ -253,26 +228,26 @@ inline Ints products(Shorts a, Shorts b) {
   return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
   Ints found;
-  for (int64_t i = 0; i < lanes; i++) found[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
+  for (int64_t i = 0; i < 8; i++) found[i] = a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
   return found;
 #endif
 }
 
 // Rounds floats to 16-bit integers; returns the unit, NaN if an element is not finite. count: a multiple of 8.
 float rounded(const float* floats, int64_t count, int16_t* found) {
-  typedef int16_t Halves __attribute__((vector_size(2 * lanes)));
-  Lanes most = {}, zero = {};
-  for (int64_t i = 0; i < count; i += lanes) {
-    const Lanes some = load(floats + i), size = some < 0 ? -some : some;
+  typedef int16_t Halves __attribute__((vector_size(16)));
+  Eight most = {}, zero = {};
+  for (int64_t i = 0; i < count; i += 8) {
+    const Eight some = load<Eight>(floats + i), size = some < 0 ? -some : some;
     most = size > most ? size : most;
     zero += some * 0.0f;
   }
   float largest = 0;
-  for (int64_t i = 0; i < lanes; i++) largest = std::max(largest, most[i]);
+  for (int64_t i = 0; i < 8; i++) largest = std::max(largest, most[i]);
   const float steps = largest > 0 ? 32767 / largest : 0;
-  const Lanes large = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  for (int64_t i = 0; i < count; i += lanes)
-    store(__builtin_convertvector((Ints)(load(floats + i) * steps + large) - (Ints)large, Halves), found + i);
+  const Eight large = Eight{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t i = 0; i < count; i += 8)
+    store(__builtin_convertvector((Ints)(load<Eight>(floats + i) * steps + large) - (Ints)large, Halves), found + i);
   return largest / 32767 + total(zero);
 }
 
@@ -300,19 +275,17 @@ void multiply_floats(const float* query, const Unpacked& keys, float* out) {
   int64_t slot = 0;
   for (; slot + 4 <= keys.count; slot += 4) {  // four at once, to load the query less often
     const float* key = keys.floats + slot * keys.stride;
-    Lanes a = {}, b = {}, c = {}, d = {};
-    for (int64_t i = 0; i < width; i += lanes) {
-      const Lanes q = load(query + i);
-      a += q * load(key + i);
-      b += q * load(key + keys.stride + i);
-      c += q * load(key + 2 * keys.stride + i);
-      d += q * load(key + 3 * keys.stride + i);
+    Eight sums[4] = {};
+    for (int64_t i = 0; i < width; i += 8) {
+      const Eight q = load<Eight>(query + i);
+      for (int64_t one = 0; one < 4; one++) sums[one] += q * load<Eight>(key + one * keys.stride + i);
     }
-    out[slot] = total(a), out[slot + 1] = total(b), out[slot + 2] = total(c), out[slot + 3] = total(d);
+    store(totals(sums), out + slot);
   }
   for (; slot < keys.count; slot++) {
-    Lanes sum = {};
-    for (int64_t i = 0; i < width; i += lanes) sum += load(query + i) * load(keys.floats + slot * keys.stride + i);
+    Eight sum = {};
+    const float* key = keys.floats + slot * keys.stride;
+    for (int64_t i = 0; i < width; i += 8) sum += load<Eight>(query + i) * load<Eight>(key + i);
     out[slot] = total(sum);
   }
 }
@@ -357,11 +330,11 @@ void multiply(const Queries& queries, int64_t number, const Unpacked& keys, floa
 
 template <int vectors>
 inline void add_floats(const float* weights, const Unpacked& values, int64_t channel, float* out) {
-  Lanes sums[vectors];
-  for (int v = 0; v < vectors; v++) sums[v] = load(out + channel + v * lanes);
+  Eight sums[vectors];
+  for (int v = 0; v < vectors; v++) sums[v] = load<Eight>(out + channel + v * 8);
   for (int64_t slot = 0; slot < values.count; slot++) {
     const float* value = values.floats + slot * values.stride + channel;
-    for (int v = 0; v < vectors; v++) sums[v] += weights[slot] * load(value + v * lanes);
+    for (int v = 0; v < vectors; v++) sums[v] += weights[slot] * load<Eight>(value + v * 8);
   }
   __builtin_memcpy(out + channel, sums, sizeof(sums));
 }
@@ -378,8 +351,8 @@ inline void add_integers(const int16_t* weights, float unit, float constant, con
     for (int v = 0; v < vectors; v++) sums[v] += products(weight, load<Shorts>(value + v * shorts));
   }
   for (int v = 0; v < vectors; v++) {
-    float* to = out + channel + v * lanes;
-    store(load(to) + (__builtin_convertvector(sums[v], Lanes) * unit + constant), to);
+    float* to = out + channel + v * 8;
+    store(load<Eight>(to) + (__builtin_convertvector(sums[v], Eight) * unit + constant), to);
   }
 }
 
@@ -388,8 +361,8 @@ void add(const float* weights, const Unpacked& values, float* out) {
   const int64_t width = values.of.width;
   int64_t channel = 0;
   if (!values.as_integers) {
-    for (; channel + 8 * lanes <= width; channel += 8 * lanes) add_floats<8>(weights, values, channel, out);
-    for (; channel < width; channel += lanes) add_floats<1>(weights, values, channel, out);
+    for (; channel + 8 * 8 <= width; channel += 8 * 8) add_floats<8>(weights, values, channel, out);
+    for (; channel < width; channel += 8) add_floats<1>(weights, values, channel, out);
     return;
   }
   for (int64_t g = 0, group = width / values.of.groups; g < values.of.groups; g++) {
@@ -405,41 +378,13 @@ void add(const float* weights, const Unpacked& values, float* out) {
     for (int64_t i = 0; i < few; i++) of_weights += scaled[i], sum_of_integers += integers[i];
     constant += middle(values.of.bits) * (of_weights - unit * (float)sum_of_integers);
     const int64_t end = (g + 1) * group;
-    for (; channel + 8 * lanes <= end; channel += 8 * lanes)
+    for (; channel + 8 * 8 <= end; channel += 8 * 8)
       add_integers<8>(integers, unit, constant, values, channel, out);
-    for (; channel < end; channel += lanes) add_integers<1>(integers, unit, constant, values, channel, out);
+    for (; channel < end; channel += 8) add_integers<1>(integers, unit, constant, values, channel, out);
   }
 }
 
-inline Lanes power(Lanes x) { return power_of<Lanes, Ints>(x); }
-
-// Online softmax of one query: the largest score, and the sum of exp(score - largest).
-struct alignas(64) Softmax {  // one cache line each: no false sharing between threads
-  float most = none, sum = 0;
-};
-
-// Turns scores [few] into weights, and rescales the earlier sums to the new largest score. out: [width].
-void weigh(float* scores, Softmax& softmax, float* out, int64_t width) {
-  Lanes largest = Lanes{} + softmax.most, sum = {};
-  for (int64_t i = 0; i < few; i += lanes) {
-    const Lanes some = load(scores + i);
-    largest = some > largest ? some : largest;
-  }
-  float most = softmax.most;
-  for (int64_t i = 0; i < lanes; i++) most = largest[i] > most ? largest[i] : most;
-  if (most > softmax.most && softmax.sum != 0) {
-    const float factor = std::exp(softmax.most - most);
-    softmax.sum *= factor;
-    for (int64_t i = 0; i < width; i++) out[i] *= factor;
-  }
-  softmax.most = most;
-  for (int64_t i = 0; i < few; i += lanes) {
-    const Lanes some = power(load(scores + i) - (most == none ? 0 : most));
-    store(some, scores + i);
-    sum += some;
-  }
-  softmax.sum += total(sum);
-}
+struct alignas(64) OwnSoftmax : Softmax {};  // one cache line each: no false sharing between threads
 
 // A part of a segment, of at most `few` slots.
 struct Part {
@@ -545,7 +490,7 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
   const int64_t shares = shares_of(parts), of_row = heads * tokens;
   Tensor out = torch::stable::new_empty(queries, {rows, heads, tokens, out_width});
   std::vector<float> sums(rows * shares * of_row * out_width);
-  std::vector<Softmax> softmax(rows * shares * of_row);
+  std::vector<OwnSoftmax> softmax(rows * shares * of_row);
   const Queries asked(queries);
   std::vector<Slots> stored_keys, stored_values;
   for (const Segment& segment : keys) stored_keys.emplace_back(segment, width);
@@ -559,7 +504,7 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
   }
   shared(rows, shares, parts, [&](int64_t row, int64_t share, const Part& part) {
     Memory memory;
-    std::vector<float> scores(tokens * few, none);
+    std::vector<float> scores(tokens * few, unseen);
     for (int64_t head = 0; head < heads; head++) {
       const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
       const Unpacked some_keys = read(Of::keys, stored_keys[part.segment].of(row, head), part.begin, part.end, memory);
@@ -571,8 +516,8 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
                                   token / each * mask_strides[2] + token % each * mask_strides[3] + part.slot;
           for (int64_t i = 0; i < some_keys.count; i++) found[i] += of_token[i];
         }
-        std::fill(found + some_keys.count, found + few, none);
-        weigh(found, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
+        std::fill(found + some_keys.count, found + few, unseen);
+        weigh(found, few, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
       }
       const Slots head_values = stored_values[part.segment].of(row, head);
       const Unpacked some_values = read(Of::values, head_values, part.begin, part.end, memory);
@@ -581,19 +526,15 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
     }
   });
   float* result = floats_in(out);
-  // Combine the shares: rescale each to the largest score of all.
   for (int64_t at = 0; at < rows * of_row; at++) {
     const int64_t first = at / of_row * shares * of_row + at % of_row, end = first + shares * of_row;
-    float most = none, sum = 0, *target = result + at * out_width;
-    for (int64_t from = first; from < end; from += of_row) most = std::max(most, softmax[from].most);
+    Softmax all;
+    float* target = result + at * out_width;
     std::fill(target, target + out_width, 0.0f);
-    for (int64_t from = first; from < end; from += of_row) {
-      const float factor = softmax[from].most == most ? 1 : std::exp(softmax[from].most - most);
-      sum += factor * softmax[from].sum;
-      for (int64_t i = 0; i < out_width; i++) target[i] += factor * sums[from * out_width + i];
-    }
-    if (sum != 0)  // else the query sees no slot
-      for (int64_t i = 0; i < out_width; i++) target[i] /= sum;
+    for (int64_t from = first; from < end; from += of_row)
+      join(all, target, softmax[from], &sums[from * out_width], out_width);
+    if (all.total != 0)  // else the query sees no slot
+      for (int64_t i = 0; i < out_width; i++) target[i] /= all.total;
   }
   return out;
 }

@@ -142,11 +142,14 @@ def _tensors_of(
     None where they are not in memory as they are."""
     of_keys, of_values, counts = list[torch.Tensor](), list[torch.Tensor](), list[int]()
     for key, value in zip(keys, values, strict=True):
-        if not key.tensors or len(key.tensors) != len(value.tensors):
+        if not key.sources or len(key.sources) != len(value.sources):
             return None
-        of_keys += key.tensors
-        of_values += value.tensors
-        counts += key.shape[0], len(key.tensors)
+        for sources, tensors in ((key.sources, of_keys), (value.sources, of_values)):
+            for source in sources:
+                if isinstance(source, CacheRows):
+                    return None
+                tensors.append(source)
+        counts += key.shape[0], len(key.sources)
     return of_keys, of_values, counts
 
 

@@ -65,8 +65,7 @@ class KeyValueView(torch.Tensor):
     ) -> KeyValueView:
         base = caches[0].shape
         if len(caches) > 1:
-            rows, slots = sum(part.shape[0] for part in caches), max(part.shape[2] for part in caches)
-            base = rows, base[1], slots, base[3]
+            base = sum(rows.shape[0] for rows in caches), base[1], max(rows.shape[2] for rows in caches), base[3]
         view = make_wrapper_subclass(cls, form.shape_of(base), dtype=like.dtype, device=like.device)
         view.caches, view.base, view.form, view.is_visible = caches, base, form, is_visible
         return view
@@ -83,19 +82,20 @@ class KeyValueView(torch.Tensor):
 
     def of_each_cache(self) -> list[torch.Tensor]:
         """The keys or values of each cache, [rows, heads, slots, width]."""
-        return [
-            part.tensors[0] if len(part.tensors) == 1 and part.rows_per_prefix == 1 else KeyValueView([part], self)
-            for part in self.caches
-        ]
+        tensors = list[torch.Tensor]()
+        for rows in self.caches:
+            source = rows.sources[0] if len(rows.sources) == rows.rows_per_prefix == 1 else None
+            tensors.append(source if isinstance(source, torch.Tensor) else KeyValueView([rows], self))
+        return tensors
 
     def materialize(self) -> torch.Tensor:
         """An ordinary tensor with the same shape and content."""
         with DisableTorchFunctionSubclass():
-            new = torch.empty if len(self.caches) == 1 else torch.zeros
-            out, begin = new(self.base, dtype=self.dtype, device=self.device), 0
-            for part in self.caches:
-                part.write_to(out[begin : begin + part.shape[0]])
-                begin += part.shape[0]
+            allocate = torch.empty if len(self.caches) == 1 else torch.zeros
+            out, begin = allocate(self.base, dtype=self.dtype, device=self.device), 0
+            for rows in self.caches:
+                rows.write_to(out[begin : begin + rows.shape[0]])
+                begin += rows.shape[0]
             return self.form.applied(out)
 
     def materialize_for_model(self) -> torch.Tensor:
@@ -199,13 +199,14 @@ def _product(lhs: Any, view: Any) -> torch.Tensor | None:
     """Queries times transposed keys, or attention weights times values."""
     if not isinstance(view, KeyValueView) or isinstance(lhs, KeyValueView) or view.form.spread or lhs.ndim != 4:
         return None
-    (rows, heads, *_), form, read = view.base, view.form, view.of_one_cache
-    if read is None or lhs.shape[:2] != (rows, heads * form.repeats) or lhs.dtype != view.dtype:
+    (rows, heads, *_), form, of_cache = view.base, view.form, view.of_one_cache
+    if of_cache is None or lhs.shape[:2] != (rows, heads * form.repeats) or lhs.dtype != view.dtype:
         return None
     if lhs.shape[3] != form.shape_of(view.base)[2]:
         return None  # torch raises its own error
-    grouped = group_rows(lhs.reshape(rows, heads, -1, lhs.shape[3]), read.rows_per_prefix)
-    product = ungroup_rows(read.scores(grouped) if form.transposed else read.mixed(grouped), read.rows_per_prefix)
+    grouped = group_rows(lhs.reshape(rows, heads, -1, lhs.shape[3]), of_cache.rows_per_prefix)
+    product = of_cache.scores(grouped) if form.transposed else of_cache.mixed(grouped)
+    product = ungroup_rows(product, of_cache.rows_per_prefix)
     return product.reshape(*lhs.shape[:3], product.shape[-1])
 
 

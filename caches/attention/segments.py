@@ -138,14 +138,15 @@ class PerRowSegment:
 class CacheRows(NamedTuple):
     """Keys or values of the rows of one cache, [rows, heads, slots, width] in `shape`, in segments.
 
-    tensors: the segments, where all are in memory as they are: [rows, heads, slots, width], or of prompts instead of
-    rows. make_segments: makes them otherwise. They share scratch memory: consume one before requesting the next, unless
-    `attend` is set, a kernel for all of them at once. rows_per_prefix: consecutive rows that share a prefix, see
-    `group_rows`. on_materialize: called when a model needs an ordinary tensor of them.
+    sources: where they are in memory, one after the other: tensors [rows or prompts, heads, slots, width], or rows of
+    another store. make_segments: makes the segments where they are encoded. These share scratch memory: consume one
+    before requesting the next, unless `attend` is set, a kernel for all of them at once. rows_per_prefix: consecutive
+    rows that share the sources of a prompt, see `group_rows`. on_materialize: called when a model needs an ordinary
+    tensor of them.
     """
 
     shape: tuple[int, int, int, int]
-    tensors: Sequence[torch.Tensor] = ()
+    sources: Sequence[torch.Tensor | CacheRows] = ()
     make_segments: Callable[[], Iterable[Segment]] | None = None
     rows_per_prefix: int = 1
     attend: Attend | None = None
@@ -159,15 +160,13 @@ class CacheRows(NamedTuple):
 
     def segments(self) -> Iterable[Segment]:
         if self.make_segments is not None:
-            return self.make_segments()
-        prompts = self.shape[0] // self.rows_per_prefix
-        segments = [DenseSegment(tensor) for tensor in self.tensors]
-        if self.rows_per_prefix == 1:
-            return segments
-        return [
-            segment if len(segment.tensor) == prompts else PerRowSegment(segment, self.rows_per_prefix)
-            for segment in segments
-        ]
+            yield from self.make_segments()
+        for source in self.sources:
+            segments = source.segments() if isinstance(source, CacheRows) else [DenseSegment(source)]
+            if source.shape[0] * self.rows_per_prefix == self.shape[0]:
+                yield from segments
+            else:
+                yield from (PerRowSegment(segment, self.rows_per_prefix) for segment in segments)
 
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         """For keys, of queries as `group_rows` makes them: see `Segment`."""

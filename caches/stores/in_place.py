@@ -32,7 +32,7 @@ def _rows(store: Store) -> CacheRows | None:
         slots = store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
         return None if slots is None else CacheRows.of_tensor(slots)
     prefix = store.prefix.read() if _is_plain(store.prefix) else None
-    return None if prefix is None or (suffix := _rows(store.suffix)) is None else store.rows_of(prefix, *suffix.tensors)
+    return None if prefix is None or (suffix := _rows(store.suffix)) is None else store.rows_of(prefix, *suffix.sources)
 
 
 def _is_plain(store: Store) -> bool:

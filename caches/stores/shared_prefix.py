@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from caches.attention.kv_view import KeyValueView, rows_of
-from caches.attention.segments import CacheRows, PerRowSegment, Segment
+from caches.attention.segments import CacheRows
 from caches.errors import StepError
 from caches.memory.buffers import Buffer
 from caches.stores.store import Store, check_alike
@@ -50,24 +50,14 @@ class ForkedStore:
         rows = self.rows_of(prefix) if suffix is None else self.rows_of(prefix, suffix)
         return KeyValueView([rows], prefix)
 
-    def rows_of(self, *tensors: torch.Tensor) -> CacheRows:
+    def rows_of(self, *sources: torch.Tensor | CacheRows) -> CacheRows:
         """The prefix and what comes after it, as what attention reads."""
-        # As it is now: rows may change before this is read.
-        rows_per_prefix = self.timeline.rows_per_prefix
-        prompts, heads, _, width = tensors[0].shape
-        are_in_full = not any(isinstance(tensor, KeyValueView) for tensor in tensors)
-
-        def segments() -> Iterator[Segment]:
-            for number, tensor in enumerate(tensors):
-                for segment in rows_of(tensor).segments():
-                    is_shared = number == 0 or rows_per_prefix == 1
-                    yield segment if is_shared else PerRowSegment(segment, rows_per_prefix)
-
+        prompts, heads, _, width = sources[0].shape
+        rows_per_prefix = self.timeline.rows_per_prefix  # as it is now: rows may change before this is read
         return CacheRows(
-            (prompts * rows_per_prefix, heads, sum(tensor.shape[2] for tensor in tensors), width),
-            tensors if are_in_full else (),
-            None if are_in_full else segments,
-            rows_per_prefix,
+            (prompts * rows_per_prefix, heads, sum(source.shape[2] for source in sources), width),
+            [rows_of(source) if isinstance(source, KeyValueView) else source for source in sources],
+            rows_per_prefix=rows_per_prefix,
             on_materialize=self.timeline.note_materialized,
         )
 

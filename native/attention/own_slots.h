@@ -4,15 +4,13 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <numeric>
 #include <vector>
 
 #include "in_parallel.h"
-#include "lanes.h"
 #include "query_lanes.h"
+#include "softmax.h"
 #include "work.h"
 
 namespace {
@@ -83,32 +81,14 @@ struct OfRow {
       float* of = scores + one * block;
       if (work.mask)
         for (int64_t i = 0; i < slots; i++) of[i] += work.added(row, head, query + one, mask_at + i);
-      std::fill(of + slots, of + end, -std::numeric_limits<float>::infinity());
-      weigh(of, end, softmax[query + one], out + (query + one) * work.out_width);
+      std::fill(of + slots, of + end, unseen);
+      weigh(of, end, softmax[query + one], out + (query + one) * work.out_width, work.out_width);
     }
     float* to = out + query * work.out_width;
     int64_t at = 0;
     for (; at + most_summed * size <= work.out_width; at += most_summed * size)
       add<Vector, some, most_summed>(values, at, scores, to, next);
     for (; at < work.out_width; at += size) add<Vector, some, 1>(values, at, scores, to, next);
-  }
-
-  void weigh(float* scores, int64_t slots, Softmax& softmax, float* sums) const {
-    Eight largest = Eight{} + softmax.most, sum = {};
-    for (int64_t i = 0; i < slots; i += 8) largest = larger(load<Eight>(scores + i), largest);
-    float now = softmax.most;
-    for (int64_t i = 0; i < 8; i++) now = std::max(now, largest[i]);
-    if (now != softmax.most) {
-      const float factor = std::exp(softmax.most - now);
-      softmax = {now, softmax.total * factor};
-      for (int64_t i = 0; i < work.out_width; i++) sums[i] *= factor;
-    }
-    for (int64_t i = 0; i < slots; i += 8) {
-      const Eight weights = power(load<Eight>(scores + i) - now);
-      store(weights, scores + i);
-      sum += weights;
-    }
-    softmax.total += total(sum);
   }
 
   template <class Vector>

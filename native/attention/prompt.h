@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 #include "in_parallel.h"
@@ -101,7 +100,7 @@ struct PromptLanes {
     const Visible& visible = prompt.visible_to(row, token);
     const auto lower = [&](int64_t slot) {
       float* scores = queries.scores + (slot - begin) * queries.size;
-      for (int64_t lane = from; lane < to; lane++) scores[lane] = -std::numeric_limits<float>::infinity();
+      for (int64_t lane = from; lane < to; lane++) scores[lane] = unseen;
     };
     for (int64_t slot = begin; slot < std::min(visible.begin, end); slot++) lower(slot);
     for (int64_t slot = std::max(visible.end, begin); slot < end; slot++) lower(slot);

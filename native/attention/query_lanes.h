@@ -5,12 +5,45 @@
 #include <cstdint>
 #include <vector>
 
-#include "lanes.h"
+#include "../vectors.h"
 #include "slots.h"
+#include "softmax.h"
 
 namespace {
 
+constexpr int most_vectors = lanes == 16 ? 3 : 2;  // of a group of queries
+constexpr int at_once = lanes == 16 ? 8 : 6;  // sums of a tile that stay in registers, each of so many vectors
 constexpr int64_t block = 96;  // slots: their scores stay in the L1 cache
+
+// to[o, :] (+)= sum over i of a[o, i] * b[i, :], where a row of `b` and `to` is some vectors.
+template <int vectors, int outs, bool adds>
+inline void tile(const float* a, int64_t a_out, int64_t a_in, const float* b, int64_t count, float* to) {
+  constexpr int64_t each = vectors * lanes;
+  Lanes sums[outs][vectors] = {};
+  if (adds)
+    for (int o = 0; o < outs; o++)
+      for (int v = 0; v < vectors; v++) sums[o][v] = load(to + o * each + v * lanes);
+  for (int64_t i = 0; i < count; i++, a += a_in, b += each) {
+    Lanes values[vectors];
+    for (int v = 0; v < vectors; v++) values[v] = load(b + v * lanes);
+    for (int o = 0; o < outs; o++)
+      for (int v = 0; v < vectors; v++) sums[o][v] += values[v] * a[o * a_out];
+  }
+  for (int o = 0; o < outs; o++)
+    for (int v = 0; v < vectors; v++) store(sums[o][v], to + o * each + v * lanes);
+}
+
+template <int vectors, bool adds>
+inline void product(const float* a, int64_t outs, int64_t a_out, int64_t a_in, const float* b, int64_t count,
+                    float* to) {
+  constexpr int64_t each = vectors * lanes;
+  int64_t o = 0;
+  for (; o + at_once <= outs; o += at_once)
+    tile<vectors, at_once, adds>(a + o * a_out, a_out, a_in, b, count, to + o * each);
+  for (; o + 2 <= outs; o += 2)
+    tile<vectors, 2, adds>(a + o * a_out, a_out, a_in, b, count, to + o * each);
+  for (; o < outs; o++) tile<vectors, 1, adds>(a + o * a_out, a_out, a_in, b, count, to + o * each);
+}
 
 // Floats, of which vectors do not cross the lines of the cache.
 class AlignedFloats {

@@ -1,13 +1,11 @@
 // Attention of many rows, as the parts of it that are computed apart.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <vector>
 
-#include "lanes.h"
 #include "slots.h"
+#include "softmax.h"
 
 namespace {
 
@@ -15,19 +13,6 @@ struct Segment {
   Slots keys, values;
   int64_t begin;  // its first slot in the mask
 };
-
-// Softmax so far of one query: the largest score, and the sum of exp(score - largest).
-struct Softmax {
-  float most = lowest, total = 0;
-};
-
-// Adds the softmax and the sums [width] of a query over other slots.
-inline void join(Softmax& all, float* sums, const Softmax& other, const float* of_other, int64_t width) {
-  const float most = std::max(all.most, other.most);
-  const float factor = std::exp(all.most - most), of_others = std::exp(other.most - most);
-  for (int64_t i = 0; i < width; i++) sums[i] = sums[i] * factor + of_other[i] * of_others;
-  all = {most, all.total * factor + other.total * of_others};
-}
 
 // Consecutive rows: of one cache.
 struct Part {

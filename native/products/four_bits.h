@@ -208,9 +208,9 @@ struct FourBits {
     Lanes sums = {};
     int64_t i = 0;
     for (; i + lanes <= count; i += lanes) sums += load(from + i);
-    float total = sum(sums);
-    for (; i < count; i++) total += from[i];
-    return total;
+    float found = total(sums);
+    for (; i < count; i++) found += from[i];
+    return found;
   }
 
   // The sums of two rows and more fit the registers one half at a time.

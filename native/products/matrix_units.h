@@ -9,7 +9,7 @@
 #include <memory>
 #include <new>
 
-#include "vectors.h"
+#include "rows.h"
 
 #if defined(__linux__) && defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define HAS_MATRIX_UNITS

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "vectors.h"
+#include "rows.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <memory>
 
-#include "vectors.h"
+#include "rows.h"
 
 // AMD Zen 4 computes a vector of 64 bytes in two halves; compilers that do not know it take it for Zen 2 or 3.
 #if defined(__AVX512F__) && !defined(__znver2__) && !defined(__znver3__) && !defined(__znver4__)
@@ -164,9 +164,9 @@ struct Product {
         sums[one] += load(input + at) * load(by + at);
       }
     for (; i + lanes <= width; i += lanes) sums[0] += load(input + i) * load(by + i);
-    float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < width; i++) total += input[i] * static_cast<float>(by[i]);
-    return total;
+    float found = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; i < width; i++) found += input[i] * static_cast<float>(by[i]);
+    return found;
   }
 
   void compute(int64_t from, int64_t to) const {

@@ -175,7 +175,7 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
-    other = tuple([rows._replace(tensors=[one.clone() for one in rows.tensors]) for rows in part] for part in slots)
+    other = tuple([rows._replace(sources=[one.clone() for one in rows.sources]) for rows in part] for part in slots)
     attend = kernels.KERNELS.or_error().layer_attention
     assert open_layers([other, slots], given, [None, 0.3])
     attend(query, *new)
@@ -183,7 +183,7 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     found = attend(query, *new)
     assert all(torch.equal(buffer, after) for buffer, after in buffers)
     for one, another in zip((*other[0], *other[1]), (*slots[0], *slots[1]), strict=True):
-        assert all(map(torch.equal, one.tensors, another.tensors))
+        assert all(map(torch.equal, one.sources, another.sources))
     with pytest.raises(RuntimeError, match="all of 2 open layers are computed already"):
         attend(query, *new)
     close_layers()

@@ -185,8 +185,8 @@ def recurrent_of(tokens: Tokens, layer: int) -> torch.Tensor:
 def are_segments_of(rows: Sequence[CacheRows], read: Sequence[torch.Tensor]) -> bool:
     """Whether these are the rows and segments of what attention reads of one or several caches, in the same memory."""
     place = lambda one: (one.data_ptr(), one.shape, one.stride())  # noqa: E731
-    found = [(part.shape, *map(place, part.tensors)) for part in map(rows_of, read)]
-    return found == [(part.shape, *map(place, part.tensors)) for part in rows]
+    found = [(part.shape, *map(place, part.sources)) for part in map(rows_of, read)]
+    return found == [(part.shape, *map(place, part.sources)) for part in rows]
 
 
 def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens) -> dict[str, torch.Tensor]:
@@ -202,7 +202,7 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
         if slots is not None:
             assert all(map(are_segments_of, slots, ([handed["keys"]], [handed["values"]])))
-            assert torch.equal(slots[0][0].tensors[-1][:, :, -1:], keys_of(tokens, layer))
+            assert torch.equal(slots[0][0].sources[-1][:, :, -1:], keys_of(tokens, layer))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
         new, held = conv_of(tokens, layer, number), own.get_conv_state(layer, number)

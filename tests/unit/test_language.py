@@ -99,14 +99,14 @@ ALLOWED = {
     ("native/products.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
         (f"native/products/{name}.h", word, ""): "lanes of a SIMD register"
-        for name in ("vectors", "plain", "panels", "four_bits", "matrix_units", "eight_bits")
+        for name in ("rows", "plain", "panels", "four_bits", "matrix_units", "eight_bits")
         for word in ("lane", "lanes")
     },
-    ("native/fused_attention.cpp", "lanes", ""): "lanes of a SIMD register",
+    ("native/vectors.h", "lanes", ""): "lanes of a SIMD register",
     ("native/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
         (f"native/attention/{name}.h", word, ""): "lanes of a SIMD register"
-        for name in ("lanes", "query_lanes", "common_slots", "own_slots", "work", "prompt")
+        for name in ("query_lanes", "common_slots", "own_slots", "prompt")
         for word in ("lane", "lanes")
     },
 }

@@ -1,25 +1,12 @@
-// Vectors of floats, as wide as the processor's.
+// Rows of an input, and vectors of them.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
-#ifdef __AVX512F__
-constexpr int64_t lanes = 16;
-#else
-constexpr int64_t lanes = 8;
-#endif
+#include "../vectors.h"
 
 namespace {
-
-typedef float Lanes __attribute__((vector_size(4 * lanes)));
-typedef float Eight __attribute__((vector_size(32)));
-typedef float Quarter __attribute__((vector_size(16)));
 
 // Rows of an input, float32 [count, width], and how many threads share the outputs.
 struct Rows {
@@ -29,13 +16,6 @@ struct Rows {
 
 constexpr int64_t bytes_of_line = 64, bytes_ahead = 4096;
 inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead, 0, 2); }
-
-template <class Vector = Lanes>
-inline Vector load(const float* from) {
-  Vector found;
-  std::memcpy(&found, from, sizeof(found));
-  return found;
-}
 
 inline Lanes load(const int8_t* from) {
 #if defined(__AVX512F__)
@@ -67,40 +47,17 @@ inline void add_product(Value& sum, Value one, Value other) {
 }
 #endif
 
-inline float sum(Lanes values) {
-  Quarter parts[lanes / 4];
-  std::memcpy(parts, &values, sizeof(values));
-  for (int64_t part = 1; part < lanes / 4; part++) parts[0] += parts[part];
-  return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
-}
-
-// The sums of four vectors.
-inline Quarter sums_of(Lanes one, Lanes two, Lanes three, Lanes four) {
-#ifdef __AVX512F__
-  const __m512 a = (__m512)one, b = (__m512)two, c = (__m512)three, d = (__m512)four;
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const Lanes abcd = (Lanes)_mm512_shuffle_ps(ab, cd, 0x44) + (Lanes)_mm512_shuffle_ps(ab, cd, 0xEE);
-  Eight halves[2];
-  std::memcpy(halves, &abcd, sizeof(abcd));
-  const Eight both = halves[0] + halves[1];
-  Quarter parts[2];
-  std::memcpy(parts, &both, sizeof(both));
-  return parts[0] + parts[1];
-#else
-  return Quarter{sum(one), sum(two), sum(three), sum(four)};
-#endif
-}
-
 template <int count>
-inline void sum_each(const Lanes* vectors, float* totals) {
+inline void sum_each(const Lanes* vectors, float* sums) {
   int at = 0;
   for (; at + 4 <= count; at += 4) {
-    const Quarter four = sums_of(vectors[at], vectors[at + 1], vectors[at + 2], vectors[at + 3]);
-    std::memcpy(totals + at, &four, sizeof(four));
+    store(totals(vectors + at), sums + at);
   }
   // In the order of the others: equal rows have equal sums.
-  for (; at < count; at++) totals[at] = sums_of(vectors[at], vectors[at], vectors[at], vectors[at])[0];
+  for (; at < count; at++) {
+    const Lanes four[] = {vectors[at], vectors[at], vectors[at], vectors[at]};
+    sums[at] = totals(four)[0];
+  }
 }
 
 // From [rows, width], whose rows are `stride` apart, to [width, side]: zeros where there are no rows.
