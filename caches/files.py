@@ -11,14 +11,14 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +38,10 @@ from caches.platform.torch_api import storage_key
 from caches.protocol import TokenLog
 from caches.registry import recipe
 from configs import ConfigError, EncoderDecoderCacheConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 _VERSION = 3
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
@@ -89,7 +93,7 @@ class CacheFile:
 
     path: Path
     backend: str
-    options: dict[str, Any]
+    options: dict[str, object]
     model: dict[str, str]
     rows: int
     total_tokens: int
@@ -102,7 +106,7 @@ def save(
     cache: Savable,
     path: str | Path,
     model: nn.Module | None = None,
-    notes: dict[str, Any] | None = None,
+    notes: dict[str, object] | None = None,
 ) -> None:
     """Write a cache to a file. See `Cache.save`."""
     cache.check_finished()
@@ -190,7 +194,7 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
 # A cache as a tree of dicts, lists and tensors.
 
 
-def _state(stack: LayerStack) -> dict[str, Any]:
+def _state(stack: LayerStack) -> dict[str, object]:
     return {
         "rows": stack.batch_size,
         "total_tokens": stack.total_tokens,
@@ -209,20 +213,20 @@ def _restore(stack: LayerStack, state: dict[str, Any]) -> None:
     stack.load_state_dict(state["timelines"], state["rows"], state["layers"], state["hook"])
 
 
-def _content(log: TokenLog) -> dict[str, Any]:
+def _content(log: TokenLog) -> dict[str, object]:
     return {"ids": log.ids, "mask": log.mask, "positions": log.positions, "source": log.source}
 
 
-def _described(spec: LayerSpec) -> list[Any]:
+def _described(spec: LayerSpec) -> list[object]:
     span = spec.attention_span
     return [spec.layer_type, sorted(spec.components), span.kind, span.size]
 
 
-def _saved_options(options: dict[str, Any]) -> dict[str, Any]:
+def _saved_options(options: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in options.items() if name not in _OF_THIS_MACHINE}
 
 
-def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> object:
     """`value` in types of JSON; its tensors are put into `tensors`, by names that begin with `name`."""
     if isinstance(value, torch.Tensor):
         content = value.detach().cpu().contiguous()
@@ -244,14 +248,14 @@ def _packed(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _unpacked_stack(packed: dict[str, Any], unpacked: Callable[[Any], Any]) -> dict[str, Any]:
+def _unpacked_stack(packed: dict[str, Any], unpacked: Callable[[object], object]) -> dict[str, Any]:
     """The state of a stack; that of a layer is read when its turn comes."""
     state = packed["dict"]
     entries = {name: unpacked(entry) for name, entry in state.items() if name != "layers"}
     return entries | {"layers": map(unpacked, state["layers"])}
 
 
-def _unpacked(value: Any, file: Any, device: torch.device) -> Any:
+def _unpacked(value: object, file: Any, device: torch.device) -> Any:
     if isinstance(value, list):
         return [_unpacked(element, file, device) for element in value]
     if not isinstance(value, dict):
@@ -278,7 +282,7 @@ def _check_model(path: Path, saved: dict[str, str], current: dict[str, str]) -> 
         )
 
 
-def _specs_of(path: Path, state: dict[str, Any], model: Any) -> Sequence[LayerSpec] | None:
+def _specs_of(path: Path, state: dict[str, Any], model: PreTrainedModel) -> Sequence[LayerSpec] | None:
     """The model's layers; None where the cache adds layers as they are used."""
     specs = read_specs(model.config)
     if state["specs"] == [_described(spec) for spec in specs]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -13,6 +13,9 @@ from caches.errors import StepError, UnsupportedLayerError
 from caches.layers.layer_spec import LayerSpec
 from caches.layers.read_by import ReadBy
 from caches.layers.rope import RopeRotation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class TokenLog:
     source: torch.Tensor | None = None
     read_by: ReadBy | None = field(default=None, compare=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TokenLog:
+    def __deepcopy__(self, memo: dict[int, object]) -> TokenLog:
         return self
 
     def why_other(self, now: ReadBy) -> str | None:
@@ -129,7 +132,7 @@ class EngineCache(Protocol):
     def finish(self) -> None:
         """Resume a selection of rows that failed; may be called again when it fails again."""
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         """Raise `UnsupportedLayerError` when it was built for other layers than this model's (a `PreTrainedConfig`)."""
 
     def begin(self, tokens: int, graph: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from transformers import cache_utils
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
 
@@ -45,7 +45,7 @@ class HFCacheAdapter:
         self._cache = cache
         self._own = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
         self._tokens_before: int | None = None  # while a step is open
-        self._before: list[dict[str, Any] | None] = []  # the attributes of layers that cannot crop
+        self._before: list[dict[str, object] | None] = []  # the attributes of layers that cannot crop
         self._tokens = 0  # of the open step
         self._lost = False
         # _read: tokens committed by us: a cache of states alone does not count them. _evicted: those of which layers
@@ -129,7 +129,7 @@ class HFCacheAdapter:
             yield from _tensors(layer)
             yield from _tensors_of(quantized_parts(layer))
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
         if quirks_of(model_config).has_own_cache:
             raise UnsupportedLayerError(
@@ -216,7 +216,7 @@ class HFCacheAdapter:
                 return f"a {type(layer).__name__} of transformers' cannot give tokens back"
         return None
 
-    def _can_take_back(self, layer: Any, tokens: int) -> bool:
+    def _can_take_back(self, layer: object, tokens: int) -> bool:
         """Whether the layer's last tokens can be cropped; states and codes only go back by the open step."""
         if _restores_attributes(layer):
             return self._tokens_before is not None and tokens == self._tokens
@@ -226,7 +226,7 @@ class HFCacheAdapter:
             return False
         return getattr(layer, "is_croppable", False) and (not _is_full(layer) or getattr(layer, "record_past", False))
 
-    def _take_back(self, index: int, layer: Any, tokens: int) -> None:
+    def _take_back(self, index: int, layer: object, tokens: int) -> None:
         attributes = self._before[index] if index < len(self._before) else None
         if attributes is None:
             _crop(layer, tokens)
@@ -300,11 +300,11 @@ def may_be_lost(cache: EngineCache) -> bool:
     return capabilities(cache).rollback == "sometimes"
 
 
-def _is_filled(layer: Any) -> bool:
+def _is_filled(layer: object) -> bool:
     return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
 
 
-def _is_fixed(layer: Any) -> bool:
+def _is_fixed(layer: object) -> bool:
     """Whether it writes into tensors of the full size, where what is behind the last token is not read."""
     return type(layer) is StaticLayer
 
@@ -316,7 +316,7 @@ def _crop(layer: Any, tokens: int) -> None:
         layer.crop(-tokens)
 
 
-def _is_window(layer: Any) -> bool:
+def _is_window(layer: object) -> bool:
     return hasattr(layer, "record_past") and hasattr(layer, "sliding_window") and not _is_state(layer)
 
 
@@ -326,22 +326,22 @@ def _is_full(layer: Any) -> bool:
     return window is not None and _is_filled(layer) and int(layer.get_seq_length()) >= window
 
 
-def _is_state(layer: Any) -> bool:
+def _is_state(layer: object) -> bool:
     return hasattr(layer, _STATES[0])
 
 
-def _restores_attributes(layer: Any) -> bool:
+def _restores_attributes(layer: object) -> bool:
     """Whether it is taken back by putting its attributes back: states, and codes of tokens encoded together."""
     return _is_state(layer) or isinstance(layer, _QUANTIZED)
 
 
-def _rows(layer: Any) -> int | None:
+def _rows(layer: object) -> int | None:
     if isinstance(layer, _QUANTIZED):
         return quantized_rows(layer) if _is_filled(layer) else None
     return next((tensor.shape[0] for tensor in _tensors(layer) if tensor.numel() > 0), None)
 
 
-def _tensors(layer: Any) -> Iterator[torch.Tensor]:
+def _tensors(layer: object) -> Iterator[torch.Tensor]:
     """What it holds as it came, not as codes."""
     return _tensors_of([getattr(layer, name, None) for name in ("keys", "values", *_STATES)])
 
@@ -350,7 +350,7 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else write_count(tensor)
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_of(value: object) -> Iterator[torch.Tensor]:
     """The tensors in containers, and those that a tensor of a library consists of."""
     if hasattr(value, "__tensor_flatten__"):
         value = [getattr(value, name) for name in value.__tensor_flatten__()[0]]
@@ -361,10 +361,10 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(element)
 
 
-def _attributes(layer: Any) -> dict[str, Any]:
+def _attributes(layer: object) -> dict[str, object]:
     """The layer's attributes, to be put back: keys that count are never written in place, states and clocks are."""
 
-    def copied(value: Any) -> Any:
+    def copied(value: object) -> object:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.clone()
         if not isinstance(value, dict):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -19,6 +19,9 @@ from caches.layers.layer_spec import LayerSpec, read_specs
 from caches.memory.scratch import Scratch
 from caches.protocol import Capabilities
 from caches.stores.slot import StoreFactory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class Cache(ModelCalls, TransformersCache):
@@ -58,7 +61,7 @@ class Cache(ModelCalls, TransformersCache):
         """An empty cache of the same layout; a preallocated one with room for the rows of its first step."""
         return type(self)(self.stack.empty_layout(max_rows))
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         specs = read_specs(model_config)
         if self.stack.finds_layers and self.total_tokens == 0:
             self.stack.bind_layers(specs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
@@ -12,6 +12,9 @@ from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.classic_names import ClassicNames
 from caches.protocol import Capabilities
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 class EncoderDecoder(ClassicNames, TransformersEncoderDecoderCache):
@@ -42,7 +45,7 @@ class EncoderDecoder(ClassicNames, TransformersEncoderDecoderCache):
         """An empty cache of the same layouts."""
         return type(self)(*(cache.empty_like(max_rows) for cache in self.parts))
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         if not model_config.is_encoder_decoder:
             raise UnsupportedLayerError("it was built for an encoder-decoder model, and this one has no encoder")
         self.self_attention_cache.check_fits(model_config)
@@ -118,7 +121,7 @@ class Updated(dict):
     def __len__(self) -> int:
         return len(self._cross.stack.layers)
 
-    def get(self, layer_idx: int, default: Any = None) -> bool:
+    def get(self, layer_idx: int, default: object = None) -> bool:
         if self._cross.implicit.has_reached(layer_idx):  # in a forward before this one
             self._cross.finish_step()
         return self._cross.batch_size != -1 and not self._cross.stack.is_open

@@ -84,7 +84,7 @@ class JoinedCaches(TransformersCache, AttentionView):
     # What models call.
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
         pairs = [cache.update(keys, values, layer_idx) for cache, keys, values in inputs]
@@ -121,7 +121,7 @@ class JoinedCaches(TransformersCache, AttentionView):
         )
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> torch.Tensor:
         self._states.pop((RECURRENT, layer_idx, state_idx), None)
         for cache, rows in zip(self.parts, recurrent_states.split(self.sizes), strict=True):

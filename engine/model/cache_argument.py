@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -24,7 +23,7 @@ class CacheArgument:
     can_be_ours: bool
     has_own: bool
 
-    def inputs(self, handle: Any) -> dict[str, Any]:
+    def inputs(self, handle: object) -> dict[str, object]:
         """The keyword arguments for a forward with this cache; handle: None for no cache."""
         return {self.name: handle, "use_cache": handle is not None and not self.has_own}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
@@ -60,7 +60,7 @@ class _Answers:
     alone: set[str] = field(default_factory=set)
     version: ModelVersion | None = None
     code: set[int] = field(default_factory=set)
-    cache: weakref.ref[Any] | None = None
+    cache: weakref.ref[object] | None = None
     total_tokens: int = 0
 
 
@@ -314,7 +314,7 @@ def _file_of(model: type, config: PreTrainedConfig, attention: str | None, dtype
     return cache_folder() / "facts" / f"{sha256(described.encode()).hexdigest()[:16]}.json"
 
 
-def _fields(config: Any) -> Any:
+def _fields(config: object) -> object:
     """Those that say how a model computes, not where it came from."""
     if not isinstance(config, dict):
         return config

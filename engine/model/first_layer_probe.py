@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
@@ -25,7 +23,7 @@ class FirstLayer(DynamicCache):
         self._total_tokens, self._ends = total_tokens, ends
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx != 0:
             raise Reached
@@ -46,7 +44,7 @@ class FirstLayer(DynamicCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, self._total_tokens
 
-    def _ends_at_a_state(self, *args: Any, **kwargs: Any) -> Any:
+    def _ends_at_a_state(self, *args: object, **kwargs: object) -> object:
         raise Reached
 
     get_conv_state = get_recurrent_state = has_previous_state = _ends_at_a_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,7 @@ class ForwardArguments:
         self.of_cache = cache_argument(model)
         self.masks = StepMasks(model, self.of_cache.can_be_ours)
 
-    def of(self, step: Step, inputs: ModelInputs, logits: int) -> dict[str, Any]:
+    def of(self, step: Step, inputs: ModelInputs, logits: int) -> dict[str, object]:
         """Those of a step. logits: after how many of the last tokens."""
         arguments = self._before_embeddings(step, inputs)
         if "logits_to_keep" in arguments:  # some models that prepare their inputs set a number of their own
@@ -65,7 +66,7 @@ class ForwardArguments:
                 arguments["attention_mask"] = mask
         return arguments
 
-    def of_compiled(self, arguments: dict[str, Any], step: Step) -> dict[str, Any]:
+    def of_compiled(self, arguments: dict[str, Any], step: Step) -> dict[str, object]:
         """`arguments` of a step of one token per row, with those of fixed shape."""
         prefix = "decoder_" if self._is_encoder_decoder else ""
         assert not isinstance(step.cache, Probe)
@@ -73,22 +74,22 @@ class ForwardArguments:
         arguments |= {f"{prefix}{name}": fixed[name] for name in ("input_ids", "attention_mask")}
         return arguments | {name: fixed[name] for name in ("position_ids",) if name in arguments}
 
-    def fixed(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, Any]:
+    def fixed(self, ids: torch.Tensor, columns: Columns, cache: EngineCache, end: int) -> dict[str, object]:
         """Ids, positions and mask of a compiled step of one token per row, `ids` [rows, 1]: every shape is fixed."""
         positions = contiguous(columns.positions(end - 1, end))
         mask = self.masks.of_graph(cache, columns, positions, end, len(ids))
         return {"input_ids": contiguous(ids), "position_ids": positions, "attention_mask": mask}
 
-    def taken(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def taken(self, inputs: Mapping[str, object]) -> dict[str, object]:
         """Those of the inputs that the model's forward takes."""
         return {name: value for name, value in inputs.items() if name in self._takes}
 
-    def _before_embeddings(self, step: Step, inputs: ModelInputs) -> dict[str, Any]:
+    def _before_embeddings(self, step: Step, inputs: ModelInputs) -> dict[str, object]:
         """Those of a step, before embeddings take the place of ids."""
         columns, cache, begin, end = step.columns, step.cache, step.begin, step.end
         is_encoder_decoder = self._is_encoder_decoder
         mask = self.masks.of_columns(columns, begin, end)
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "decoder_attention_mask" if is_encoder_decoder else "attention_mask": mask,
             **self.of_cache.inputs(cache.handle),
             "logits_to_keep": 1,

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from caches.layers.read_by import ReadBy
 
-_turns: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_turns: WeakKeyDictionary[object, object] = WeakKeyDictionary()
 _guard = threading.Lock()
 
 
-def turn_of(model: Any) -> Any:
+def turn_of(model: PreTrainedModel) -> Any:
     """The model's lock, a `threading.RLock`: hold it during forwards and while the model's own state changes.
 
     Use it only in `with`: other code could leave it locked after Ctrl-C. It is never held while a consumer has a chunk,
@@ -24,7 +28,7 @@ def turn_of(model: Any) -> Any:
         return _turns[model]
 
 
-def reader_now(model: Any) -> ReadBy:
+def reader_now(model: PreTrainedModel) -> ReadBy:
     """The model as it is now, in its turn: a trial of another thread changes its windows while it lasts."""
     with turn_of(model):
         return ReadBy.of(model)

@@ -318,7 +318,7 @@ class ModelRunner:
             active.routes, attention_hook.active.is_step = outer
             leave()
 
-    def _in_one_graph(self, **inputs: Any) -> ModelOutput:
+    def _in_one_graph(self, **inputs: object) -> ModelOutput:
         assert self._compiled is not None
         try:
             return self._compiled(**inputs)

@@ -59,7 +59,7 @@ class Frequencies:
 
     def __init__(self, model: nn.Module, ropes: list[nn.Module]):
         self._model, self._ropes = model, ropes
-        self._values: list[dict[str, Any]] | None = None  # while another run computes
+        self._values: list[dict[str, object]] | None = None  # while another run computes
 
     def resume(self) -> None:
         """Restore the frequencies from after this run's last forward; before its first, the original ones.
@@ -87,7 +87,7 @@ def _read(rope: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in attributes.items() if name.endswith(_NAMES) and "original" not in name}
 
 
-def _original(rope: nn.Module) -> dict[str, Any]:
+def _original(rope: nn.Module) -> dict[str, object]:
     """The values of a new model."""
     values = {}
     for name, value in _read(rope).items():

@@ -232,7 +232,7 @@ def _mask(ids: torch.Tensor, begin: int) -> torch.Tensor:
     return mask
 
 
-def _states_of(cache: Any) -> Iterator[torch.Tensor]:
+def _states_of(cache: object) -> Iterator[torch.Tensor]:
     for layer in getattr(cache, "layers", ()):
         yield from getattr(layer, "conv_states", {}).values()
         yield from getattr(layer, "recurrent_states", {}).values()
@@ -318,7 +318,7 @@ def keeps_tensors(model: nn.Module) -> bool:
     return any(id(tensor) not in registered for value in attributes for tensor in _tensors_in(value))
 
 
-def _tensors_in(value: Any, depth: int = 2) -> Iterator[torch.Tensor]:
+def _tensors_in(value: object, depth: int = 2) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, dict)) and value:
