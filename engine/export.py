@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel
 
@@ -54,7 +52,7 @@ def export_step(model: PreTrainedModel, cache: Cache) -> torch.export.ExportedPr
 
 def step_inputs(
     model: PreTrainedModel, cache: Cache, input_ids: torch.Tensor, mask: torch.Tensor | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of the exported program for a step that was opened with `cache.begin(1, graph=True)`.
 
     input_ids: [rows, 1]. mask: [rows, tokens before + 1], 0 for padding; None without padding.
@@ -71,7 +69,7 @@ class _Step(torch.nn.Module):
         self.model, self.cache = model, Buffers(cache)
         self._arguments = ForwardArguments(model)
 
-    def forward(self, write_index: torch.Tensor, seen: torch.Tensor, **inputs: Any) -> torch.Tensor:
+    def forward(self, write_index: torch.Tensor, seen: torch.Tensor, **inputs: object) -> torch.Tensor:
         with self.cache.in_use(write_index, seen) as cache:
             inputs |= self._arguments.of_cache.inputs(cache.handle) | {"logits_to_keep": 1}
             logits: torch.Tensor = self.model(**self._arguments.taken(inputs), return_dict=True).logits[:, -1]
