@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "always_writable", "buffers_of",
+    "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "TreeSpec", "always_writable", "buffers_of",
     "compile_package", "compiled_graphs", "discard_compiled", "graph_errors", "has_onednn", "hooks_of",
     "inside_compiled", "int4_product", "int8_product", "load_package", "make_wrapper_subclass", "module_call_code",
     "onednn_linear", "pack_int4", "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks",

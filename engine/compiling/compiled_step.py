@@ -30,7 +30,7 @@ def compiled(step: Callable[..., ModelOutput], backend: str) -> Callable[..., Mo
 def step_of(model: PreTrainedModel) -> Callable[..., ModelOutput]:
     """The model's forward as a function with its own code object: torch frees compiled graphs per code object."""
 
-    def step(**inputs: Any) -> ModelOutput:
+    def step(**inputs: object) -> ModelOutput:
         return model(**inputs)
 
     return FunctionType(step.__code__.replace(), globals(), "step", None, step.__closure__)

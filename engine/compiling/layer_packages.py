@@ -12,25 +12,31 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-from caches import CacheError, read_specs
+from caches import CacheError, EngineCache, read_specs
 from caches.attention.kernels import KERNELS, close_layers
 from caches.platform.out_of_memory import first_line, in_words, is_out_of_memory
 from caches.platform.torch_api import hooks_of
 from caches.platform.transformers_api import attn_implementation, records_outputs
 from caches.platform.warn_once import warn_once
-from engine.compiling.compiled_layer import Attentions, CompiledLayer, OtherInputs, attentions_with
+from engine.compiling.compiled_layer import (
+    Attentions,
+    CompiledLayer,
+    LayerChain,
+    OtherInputs,
+    are_chained,
+    attentions_with,
+)
 from engine.compiling.layer_attention import Compute
-from engine.compiling.layer_chain import LayerChain, are_chained
 from engine.compiling.layer_step import plain_attributes, rows_like
-from engine.compiling.package_process import check_can_be_built, package_of, start_building, why_failed
+from engine.compiling.package_builder import check_can_be_built, package_of, start_building, why_failed
 from engine.errors import OptionError
 from engine.kernels.linear_backend import Table
 
@@ -52,8 +58,8 @@ class LayerPackages:
 
     def __init__(self, model: PreTrainedModel, linears: Table | None):
         self.model, self.linears = model, linears
-        self._sets: dict[Any, _Set] = {}
-        self.state, self._config = _NO_STEP, _text_config_of(model)
+        self._sets: dict[tuple[object, ...], _Set] = {}
+        self.state, self._config = _NO_STEP, model.config.get_text_config(decoder=True)
         self._retries = False
 
     def __len__(self) -> int:
@@ -74,7 +80,7 @@ class LayerPackages:
             layer_set.wait()
 
     def next_step(
-        self, cache: Any, inputs: dict[str, Any], rows: int, tokens: int
+        self, cache: EngineCache, inputs: dict[str, object], rows: int, tokens: int
     ) -> Callable[..., ModelOutput] | None:
         """What computes the next step in place of the model; None for the model itself. tokens: of each row."""
         if cache.handle is None or cache.total_tokens == 0 or tokens > (_MOST_TOKENS if rows == 1 else 1):
@@ -104,7 +110,7 @@ class LayerPackages:
     def begin_run(self) -> None:
         """Look again for hooks and for the place of the weights, before the next step: once per run, as it takes longer
         than some steps. What changes in the middle of a run takes part from the next run on."""
-        self.state, self._config = _NO_STEP, _text_config_of(self.model)
+        self.state, self._config = _NO_STEP, self.model.config.get_text_config(decoder=True)
         for layer_set in self._sets.values():
             layer_set.is_checked = False
 
@@ -130,7 +136,7 @@ class _Set:
         self._list = nn.ModuleList()  # of the model's layers
         self._place: tuple[nn.Module, str] = (model, "")  # where the model has it: in which module, by which name
         self._modules: list[nn.Module] = []  # of all layers
-        self._recorded: list[Any] = []  # what of them compiled code has as constants
+        self._recorded: list[object] = []  # what of them compiled code has as constants
         self._compiled: list[nn.Module] = []  # of those that are compiled
         self._can_be_chained = self._is_chained = False
         self._others = 0  # runs in a row whose tensors the code cannot take
@@ -163,7 +169,7 @@ class _Set:
             self.state = self._changed
         return is_ready and not (self._changed or self._is_left_out)
 
-    def compute(self, handle: Any, **inputs: Any) -> ModelOutput:
+    def compute(self, handle: TransformersCache, **inputs: object) -> ModelOutput:
         """The model's forward in the open step of the cache that is its argument `handle`.
 
         Raises `ComputeAgain` where it has to be computed without compiled layers.
@@ -188,7 +194,7 @@ class _Set:
         finally:
             close_layers()
 
-    def _compute(self, handle: Any, inputs: dict[str, Any]) -> ModelOutput:
+    def _compute(self, handle: TransformersCache, inputs: dict[str, object]) -> ModelOutput:
         if self.phase == "record":
             outputs = self._record(inputs, handle)
             if len(self._layers) < len(self._list):  # others may have read keys of these layers: the new ones alone
@@ -203,7 +209,7 @@ class _Set:
             return self._chained(inputs, attentions)
         return self._with_forwards(inputs, {layer: layer.computing(attentions) for layer in self._layers})
 
-    def _compare(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
+    def _compare(self, inputs: dict[str, object], handle: TransformersCache) -> ModelOutput:
         """Compute the model's own layers, and compare them with the compiled ones."""
         errors: list[float] = []
         outputs = self._with_forwards(inputs, {layer: layer.comparing(handle, errors) for layer in self._layers})
@@ -215,11 +221,11 @@ class _Set:
             self._refuse(f"the compiled layers differ by {max(errors):.1%} from the model's own")
         return outputs
 
-    def _try_chain(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
+    def _try_chain(self, inputs: dict[str, object], handle: TransformersCache) -> ModelOutput:
         """Compute compiled layers one by one, then as one call with the same results of attention: are they equal?"""
         results: dict[CompiledLayer, torch.Tensor] = {}
 
-        def recording(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+        def recording(layers: Sequence[CompiledLayer], mask: object) -> list[Compute]:
             [layer] = layers
 
             def compute(*tensors: torch.Tensor) -> torch.Tensor:
@@ -229,7 +235,7 @@ class _Set:
 
             return [compute]
 
-        def repeated(layers: Sequence[CompiledLayer], mask: Any) -> list[Compute]:
+        def repeated(layers: Sequence[CompiledLayer], mask: object) -> list[Compute]:
             return [lambda *tensors, layer=layer: results[layer] for layer in layers]
 
         outputs = self._with_forwards(inputs, {layer: layer.computing(recording) for layer in self._layers})
@@ -245,7 +251,7 @@ class _Set:
         self.phase = "use"
         return outputs
 
-    def _chained(self, inputs: dict[str, Any], attentions: Attentions) -> ModelOutput:
+    def _chained(self, inputs: dict[str, object], attentions: Attentions) -> ModelOutput:
         """The model's forward with a chain in place of its list of layers."""
         owner, name = self._place
         chain, attributes = LayerChain(self._list, self._layers, attentions), vars(owner)
@@ -289,7 +295,9 @@ class _Set:
         self.phase, self.state, self._layers = "refused", f"off: {reason}", []
         warn_once(f"compile='auto' computes {type(self._model).__name__} without compiled layers: {reason}")
 
-    def _with_forwards(self, inputs: dict[str, Any], forwards: dict[CompiledLayer, Callable[..., Any]]) -> ModelOutput:
+    def _with_forwards(
+        self, inputs: dict[str, object], forwards: dict[CompiledLayer, Callable[..., object]]
+    ) -> ModelOutput:
         previous = {layer: vars(layer.module).get("forward") for layer in forwards}
         try:
             for layer, forward in forwards.items():
@@ -301,7 +309,7 @@ class _Set:
                 if previous_forward is not None:
                     vars(layer.module)["forward"] = previous_forward
 
-    def _record(self, inputs: dict[str, Any], handle: Any) -> ModelOutput:
+    def _record(self, inputs: dict[str, object], handle: TransformersCache) -> ModelOutput:
         """Record the layers' calls. A model's layers are a `ModuleList` as long as the cache."""
         lists = {path: child for path, child in self._model.named_modules()
                  if isinstance(child, nn.ModuleList) and len(child) == len(handle.layers)}  # fmt: skip
@@ -319,7 +327,7 @@ class _Set:
         self._list, self._place = lists[path], (self._model.get_submodule(owner), name)
         self._modules = list(self._list.modules())
         self._recorded = _constants_of(self._modules)
-        attention = attn_implementation(_text_config_of(self._model))
+        attention = attn_implementation(self._model.config.get_text_config(decoder=True))
         can_be_chained = are_chained([(layer.call, layer.returned) for layer in called if layer.call is not None])
         try:  # a layer of another kind keeps its own forward
             self._layers = [
@@ -349,9 +357,10 @@ class _Set:
 
     def _build(self, missing: dict[Path, CompiledLayer]) -> None:
         check_can_be_built(missing, self._retries)
-        self._builder = start_building(missing, self._linears)
+        steps = {package: layer.step_arguments for package, layer in missing.items()}
+        self._builder = start_building(steps, self._linears)
         for layer in self._layers:
-            layer.discard_call()
+            layer.step_call = None  # whose tensors are no longer needed
         self.phase, self.state, self._waited = "wait", "off: another process compiles the layers", 0
 
     def _check_build(self) -> None:
@@ -383,11 +392,7 @@ def _why(error: Exception) -> str:
     return first_line(error) if isinstance(error, (OptionError, CacheError)) else in_words(error)
 
 
-def _constants_of(modules: Iterable[nn.Module]) -> list[Any]:
+def _constants_of(modules: Iterable[nn.Module]) -> list[object]:
     """The attention of all, and the code and the plain attributes of each."""
     per_module = [(module.__class__.forward, plain_attributes(module) | {"training": False}) for module in modules]
     return [ALL_ATTENTION_FUNCTIONS["sdpa"], *per_module]
-
-
-def _text_config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    return model.config.get_text_config(decoder=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import types
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ _KNOWN = ("torch.nn.", "transformers.", "engine.")  # modules of others may comp
 _MOST = 2**24  # rows
 _OUTSIDE = {"architectures", "transformers_version", "vocab_size"}  # of a configuration, what layers do not read
 
-Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
+Call: TypeAlias = tuple[tuple[object, ...], dict[str, object]]
 """The arguments of a layer's forward: positional ones, and those by name."""
 
 Shape: TypeAlias = tuple[torch.dtype, list["int | None"]]
@@ -54,7 +54,7 @@ class LayerStep(nn.Module):
                 raise OptionError(f"its layers are called with a {type(value).__name__}")
         self._open = open_size(self.inputs[0])
 
-    def forward(self, inputs: list[torch.Tensor]) -> Any:
+    def forward(self, inputs: list[torch.Tensor]) -> object:
         """inputs: the tensors of the call, contiguous."""
         tensors, cache = iter(inputs), TracedCache()
         replacements = {Place.CACHE: cache, Place.MASK: inputs[0].new_zeros(1, 1, 1, 1)}  # a mask is attention's alone
@@ -99,7 +99,7 @@ def have_shapes(tensors: Sequence[torch.Tensor], shapes: Sequence[Shape], size: 
     return True
 
 
-def tensors_of(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_of(values: Iterable[object]) -> Iterator[torch.Tensor]:
     """The tensors among arguments, in the order of `LayerStep.inputs`."""
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -114,14 +114,14 @@ def rows_like(rows: int) -> tuple[int, int]:
     return limits[bucket] + 1, limits[bucket + 1]
 
 
-def dynamic_shapes(step: LayerStep) -> list[Any]:
+def dynamic_shapes(step: LayerStep) -> list[dict[int, object]]:
     """The open sizes of `step` for `torch.export`."""
     low, high = rows_like(open_size(step.inputs[0])[1])
     dim = torch.export.Dim("rows", min=low, max=max(high, 2))
     return [{axis: dim for axis, size in enumerate(sizes) if size is None} for _, sizes in step.shapes]
 
 
-def plain_attributes(module: nn.Module) -> dict[str, Any]:
+def plain_attributes(module: nn.Module) -> dict[str, object]:
     """The attributes of a module that compiled code has as constants."""
     return {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and "idx" not in key}
 
@@ -157,9 +157,9 @@ def _structure(layer: nn.Module) -> Iterator[str]:
         yield f"{name} {tensor.dtype} {list(tensor.shape)} {tensor.is_contiguous()}"
 
 
-def _code(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    if code is None:
+def _code(function: Callable[..., object]) -> str:
+    if not isinstance(function, types.FunctionType):
         return str(function)
+    code = function.__code__
     constants = [constant for constant in code.co_consts if not isinstance(constant, types.CodeType)]
     return f"{code.co_code.hex()} {code.co_names} {constants}"

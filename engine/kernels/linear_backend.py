@@ -113,6 +113,7 @@ active = _ActiveRoutes()
 """`routes`: those of the layers of the step that this thread computes; None outside of steps, which reset it in a
 `finally`."""
 
+_Change: TypeAlias = Callable[[], object]
 _set_class: Callable[[nn.Module, type[nn.Module]], None] = object.__dict__["__class__"].__set__
 
 
@@ -188,7 +189,7 @@ class RoutedLinears:
                 if first <= last and type(layer := reference()) is nn.Linear}  # fmt: skip
 
 
-def changes(layers: Collection[nn.Module], routed: type[nn.Linear]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def changes(layers: Collection[nn.Module], routed: type[nn.Linear]) -> tuple[_Change, _Change]:
     """Functions that change the class of these layers of torch's class to `routed`, and back.
 
     Each is C code, which Ctrl-C does not stop halfway. Layers that are of another class by then stay as they are.
@@ -196,5 +197,5 @@ def changes(layers: Collection[nn.Module], routed: type[nn.Linear]) -> tuple[Cal
     are_routed = map(operator.is_, map(type, layers), repeat(routed))
     there = map(_set_class, layers, repeat(routed))
     back = map(_set_class, compress(layers, are_routed), repeat(nn.Linear))
-    run: Callable[..., Any] = deque
+    run: Callable[..., object] = deque
     return partial(run, there, 0), partial(run, back, 0)

@@ -49,12 +49,12 @@ def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object)
     return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
-def _weights(node: torch.fx.Node) -> list[Any]:
+def _weights(node: torch.fx.Node) -> list[torch.fx.Node]:
     """The tensors that a product has in lists, of one element each before it is joined with others."""
     return [one for tensors in node.args[1:] if isinstance(tensors, list) for one in tensors]
 
 
-def _input(node: torch.fx.Node) -> Any:
+def _input(node: torch.fx.Node) -> object:
     """What the input is: each product has a view of its own of the same tensor."""
     view: Any = node.args[0]
     is_view = view.op == "call_function" and view.target in (
@@ -64,11 +64,11 @@ def _input(node: torch.fx.Node) -> Any:
     return (view.args[0], str(view.args[1])) if is_view else view
 
 
-def _options(node: torch.fx.Node) -> tuple[Any, ...]:
+def _options(node: torch.fx.Node) -> tuple[object, ...]:
     return tuple(one for one in node.args[1:] if not isinstance(one, list))
 
 
-def _is_given(tensor: Any) -> bool:
+def _is_given(tensor: torch.fx.Node) -> bool:
     """Whether it is there before the first product."""
     return tensor.op in ("placeholder", "get_attr")
 

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ class _LowBitLinear(KeepsDataTypes):
     def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.weight = fn(self.weight[0, 0]).expand(self.weight.shape)
 
-    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+    def state_dict(self, *arguments: object, **options: object) -> NoReturn:
         """Raises `OptionError`: a checkpoint would have no weights of this layer, and load with random ones."""
         raise OptionError(
             f"this model's linear layers keep codes in place of their {self.out_features} x {self.in_features} weights "
@@ -65,7 +65,14 @@ class _LowBitLinear(KeepsDataTypes):
         )
 
 
-def _load_codes(layer: Any, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]) -> None:
+def _load_codes(
+    layer: _LowBitLinear,
+    state: dict[str, torch.Tensor],
+    prefix: str,
+    metadata: object,
+    strict: bool,
+    *lists: list[str],
+) -> None:
     """Before a state dict is loaded: put codes in the place of the layer's weights in it. lists: the errors last."""
     weight = state.pop(f"{prefix}weight", None)
     if weight is None:
@@ -193,13 +200,13 @@ class Int8Embedding(nn.Module):
         return _scaled((self.head.codes[input] * self.head.scales[input, None]).to(self.weight.dtype), self.embed_scale)
 
 
-def _load_into_head(table: Int8Embedding, state: dict[str, Any], prefix: str, *others: Any) -> None:
+def _load_into_head(table: Int8Embedding, state: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
     """Before a state dict is loaded: the embeddings in it are the weights of the output layer."""
     if (weight := state.pop(f"{prefix}weight", None)) is not None:
         state[f"{prefix}head.weight"] = weight
 
 
-def _scaled(rows: torch.Tensor, scale: Any) -> torch.Tensor:
+def _scaled(rows: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     return rows * (scale.to(rows.dtype) if isinstance(scale, torch.Tensor) else scale)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
@@ -22,6 +23,7 @@ from engine.model.model_lock import turn_of
 from engine.request.call import Call
 from engine.request.request import Request
 
+_Value = TypeVar("_Value")
 AUTO = "auto"  # not a backend: a plan chooses one
 
 
@@ -31,7 +33,7 @@ class CacheChoice:
 
     live: EngineCache | None
     chosen: str | CacheConfig | None
-    options: dict[str, Any] | CacheConfig | None
+    options: Mapping[str, object] | CacheConfig | None
     max_cache_len: int | None = None
 
     @property
@@ -78,7 +80,7 @@ def read_cache_choice(model: PreTrainedModel, call: Call, config: EngineConfig) 
     return CacheChoice(live, None, None)
 
 
-def check_new(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> None:
+def check_new(chosen: str | CacheConfig, options: Mapping[str, object] | CacheConfig | None) -> None:
     """Raise `UnknownCacheError` or `ConfigError` unless there is such a cache with these options."""
     if chosen == AUTO and options is not None:
         raise OptionError("cache_config has the options of one cache, and cache='auto' chooses which: leave it out")
@@ -86,7 +88,7 @@ def check_new(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig |
         _configured(chosen, options)
 
 
-def _said(model: PreTrainedModel, call: Call, name: str, value: Any) -> Any:
+def _said(model: PreTrainedModel, call: Call, name: str, value: _Value | None) -> _Value | None:
     """An argument of the call, or the value of its `generation_config` where that differs from the model's own."""
     in_config = getattr(call.generation_config, name, None)
     if in_config == getattr(model.generation_config, name, None):
@@ -94,7 +96,7 @@ def _said(model: PreTrainedModel, call: Call, name: str, value: Any) -> Any:
     return _one_of(**{name: value, f"generation_config.{name}": in_config})
 
 
-def _one_of(**choices: Any) -> Any:
+def _one_of(**choices: _Value | None) -> _Value | None:
     """The one argument that is not None. Raises `OptionError` when there are several."""
     named = {name: value for name, value in choices.items() if value is not None}
     if len(named) > 1:
@@ -142,7 +144,7 @@ def new_cache(
     )
 
 
-def _configured(chosen: str | CacheConfig, options: dict[str, Any] | CacheConfig | None) -> CacheConfig:
+def _configured(chosen: str | CacheConfig, options: Mapping[str, object] | CacheConfig | None) -> CacheConfig:
     """The configuration of the cache that was chosen. Raises `UnknownCacheError` and `ConfigError`."""
     name = chosen if isinstance(chosen, str) else chosen.name
     try:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -66,9 +66,9 @@ class CacheWrite:
     part: int
     layer: int
     name: str
-    arguments: tuple[tuple[str, Any], ...]
+    arguments: tuple[tuple[str, object], ...]
 
-    def repeat(self, cache: MeasuredCache, rows: int, tokens: int) -> Any:
+    def repeat(self, cache: MeasuredCache, rows: int, tokens: int) -> object:
         """The same call with so many rows and tokens. Returns what the cache returns to the model."""
         arguments = {
             name: value.new_tensor(rows, tokens) if isinstance(value, TensorSpec) else value
@@ -137,7 +137,7 @@ def meta_model(
         ) from error
 
 
-_inspected: dict[tuple[Any, ...], ModelFootprint] = {}
+_inspected: dict[tuple[object, ...], ModelFootprint] = {}
 _MOST_INSPECTED = 32
 
 
@@ -221,18 +221,19 @@ class _Inspection:
             _line(short_bytes, _own_bytes(long)),
         )
 
-    def _new_cache(self, tokens: int) -> Any:
+    def _new_cache(self, tokens: int) -> MeasuredCache | None:
         """A dynamic cache with room for a step of `tokens` tokens and two short ones.
 
         None where the model takes no cache, or keeps what no cache here can hold.
         """
+        if not self._cache_argument.can_be_ours:
+            return None
         try:
-            cache: Any = caches.build(DEFAULT_CACHE, self.config) if self._cache_argument.can_be_ours else None
+            cache = caches.build(DEFAULT_CACHE, self.config)
         except caches.CacheError:
             return None
-        if cache is not None:
-            cache.reserve(tokens + _FEW + 1)
-        return cache
+        cache.reserve(tokens + _FEW + 1)
+        return cast(MeasuredCache, cache)
 
     def _peak(self, cache: MeasuredCache | None, tokens: int) -> int:
         """Bytes per row that a step allocates at its peak, the cache left out."""
@@ -247,7 +248,7 @@ class _Inspection:
         """One step. Of an encoder-decoder model the encoder reads `tokens` tokens and then, given a cache, the decoder
         reads one."""
         ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
-        inputs: dict[str, Any] = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
+        inputs: dict[str, object] = {"logits_to_keep": 1} if self._takes_logits_to_keep else {}
         with torch.no_grad(), FusedAttention():
             if cache is None and self.config.is_encoder_decoder:
                 self.model.get_encoder()(ids)
@@ -322,8 +323,8 @@ def _record(cache: MeasuredCache) -> list[CacheWrite]:
 
 
 def _recorded(
-    writes: list[CacheWrite], number: int, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    writes: list[CacheWrite], number: int, name: str, method: Callable[..., object], *args: object, **kwargs: object
+) -> object:
     bound = inspect.signature(method).bind(*args, **kwargs).arguments
     # Without the kernel's size, the argument is a whole convolution state.
     complete_state = name == "update_conv_state" and bound.get("conv_kernel_size") is None

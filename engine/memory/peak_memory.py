@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -11,6 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 from caches.attention.kv_view import KeyValueView
 from caches.platform.torch_api import TorchDispatchMode, storage_key, tree_leaves
+
+_Operator: TypeAlias = Callable[..., object]
+_Arguments: TypeAlias = tuple[Any, ...]
+_Keywords: TypeAlias = dict[str, Any] | None
 
 
 class PeakMemory(TorchDispatchMode):
@@ -27,7 +32,9 @@ class PeakMemory(TorchDispatchMode):
         self.most = self._now
         return self._now
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: _Operator, types: object, args: _Arguments = (), kwargs: _Keywords = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         counts = not self._looks_up_experts(func, args)
         for tensor in tree_leaves(out):
@@ -35,7 +42,7 @@ class PeakMemory(TorchDispatchMode):
                 self._add(tensor, counts)
         return out
 
-    def _looks_up_experts(self, func: Any, args: Any) -> bool:
+    def _looks_up_experts(self, func: _Operator, args: _Arguments) -> bool:
         """Whether `func` copies expert weights for each token, which only the meta model's batched kernel does."""
         return func is torch.ops.aten.index.Tensor and args[0].ndim > 2 and storage_key(args[0]) in self._weights
 
@@ -56,7 +63,9 @@ class FusedAttention(TorchFunctionMode):
     """Attention on the meta device as by fused kernels, which store no scores, but make a mask of numbers of one of
     bools. `bool` of a meta tensor is True, so that a check for padding finds none."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: _Operator, types: object, args: _Arguments = (), kwargs: _Keywords = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention:
             query, _, value = (*args, *kwargs.values())[:3]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, TopKLogitsWarper
@@ -36,7 +36,7 @@ def plan(
     prompt_tokens: int,
     max_new_tokens: int,
     cache: str | CacheConfig | None = None,
-    cache_config: dict[str, Any] | CacheConfig | None = None,
+    cache_config: Mapping[str, object] | CacheConfig | None = None,
     batch_size: int = 1,
     num_beams: int = 1,
     num_return_sequences: int = 1,
@@ -177,7 +177,7 @@ def _agreed(free: Free, ranks: OneProcess) -> Free:
 def cache_bytes(
     model_config: PreTrainedConfig,
     name: str,
-    options: dict[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     *,
     rows: int = 1,
     tokens: int,
@@ -189,7 +189,7 @@ def cache_bytes(
 
     source_tokens: tokens that an encoder has read. Raises `caches.CacheError` where the backend is refused.
     """
-    config = caches.recipe(name).options.from_dict(options or {})
+    config = caches.recipe(name).options.from_dict(dict(options or {}))
     # The last tokens come one by one, as in a run: memory that a cache needs for such steps is counted too.
     single = min(2, tokens - 1)
     run_shape = RunShape(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
@@ -214,7 +214,7 @@ def _check_integers(min_value: int, **values: int | None) -> None:
 
 
 def _configs_to_plan(
-    cache: str | CacheConfig | None, options: dict[str, Any] | CacheConfig | None
+    cache: str | CacheConfig | None, options: Mapping[str, object] | CacheConfig | None
 ) -> list[CacheConfig]:
     """The configuration of the cache that was named, or those of all backends."""
     if cache is None:

@@ -50,7 +50,7 @@ class BackendPlan:
     """
 
     cache: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, object] = field(default_factory=dict)
     cache_bytes: dict[str, int] = field(default_factory=dict)
     kind_bytes: dict[str, int] = field(default_factory=dict)
     working_bytes: int = 0

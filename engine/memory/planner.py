@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -138,15 +137,15 @@ class Planner:
         """Tokens that fit: of the source, or of the prompt and the new ones."""
         tokens, new_tokens, positions = run_shape.prompt_tokens, run_shape.new_tokens, self._footprint.positions
 
-        def fits(**sizes: Any) -> bool:
-            return self.backend(config, replace(run_shape, **sizes)).fits is True
+        def fits(other_shape: RunShape) -> bool:
+            return self.backend(config, other_shape).fits is True
 
         if source := run_shape.source_tokens:
-            return _largest(lambda n: fits(source_tokens=n), source, _MOST_TOKENS)
+            return _largest(lambda n: fits(replace(run_shape, source_tokens=n)), source, _MOST_TOKENS)
         max_tokens = _MOST_TOKENS
         if positions is not None and usage.positions == run_shape.kept:  # no window: every token needs a position
             max_tokens = positions - new_tokens + 1
-        longest = _largest(lambda n: fits(prompt_tokens=n), tokens, max_tokens)
+        longest = _largest(lambda n: fits(replace(run_shape, prompt_tokens=n)), tokens, max_tokens)
         return longest + new_tokens if longest else 0
 
     def _largest_batch(self, need: dict[str, int], prompts: int) -> int:

@@ -13,7 +13,7 @@ from torch import nn
 
 import engine
 from engine.compiling import layer_packages
-from engine.compiling.layer_chain import LayerChain, are_chained
+from engine.compiling.compiled_layer import LayerChain, are_chained
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

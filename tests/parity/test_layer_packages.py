@@ -18,7 +18,7 @@ import caches
 import engine
 from caches.platform.machine import cache_folder
 from configs import ConfigError
-from engine.compiling import compiled_layer, layer_packages, package_process
+from engine.compiling import compiled_layer, layer_packages, package_builder
 from engine.compiling.layer_step import _structure, have_shapes, rows_like
 from engine.compiling.package_builder import failure_of
 
@@ -173,7 +173,7 @@ class Builder:
 @pytest.mark.usefixtures("empty_folder")
 def test_no_call_waits(monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Builder)
-    monkeypatch.setattr(package_process, "_give_way", lambda process: None)
+    monkeypatch.setattr(package_builder, "_give_way", lambda process: None)
     model = tiny_model("llama")
     generator = engine.Generator(model, config=AUTO)
     for _ in range(3):
@@ -202,7 +202,7 @@ def test_what_could_not_be_built_is_not_tried_in_every_process(monkeypatch):
     find = layer_packages.package_of
     monkeypatch.setattr(layer_packages, "package_of", lambda *a: packages.append(find(*a)) or packages[-1])
     monkeypatch.setattr(subprocess, "Popen", fail)
-    monkeypatch.setattr(package_process, "_give_way", lambda process: None)
+    monkeypatch.setattr(package_builder, "_give_way", lambda process: None)
     monkeypatch.setattr(Builder, "code", 0)
     model = tiny_model("llama")
     for _ in range(2):

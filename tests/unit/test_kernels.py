@@ -3,13 +3,13 @@
 import runpy
 import shutil
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import tiny_model
 from places import ROOT
 from streamers import Columns
+from torch import nn
 from transformers import DynamicCache
 
 import caches
@@ -17,10 +17,9 @@ import configs
 import engine
 from caches.platform import machine, native
 from configs import ConfigError
-from engine.compiling import package_process
+from engine.compiling import package_builder
 
 BUILD = runpy.run_path(str(ROOT / "native" / "build.py"))
-LAYER = dict.fromkeys(("module", "step_call"))
 RELEASE = torch.__version__.partition("+")[0]
 
 
@@ -107,14 +106,14 @@ def test_libraries_that_are_there_are_not_built_again(tmp_path, monkeypatch):
     assert all(path.read_bytes() == b"this one" for path in built)
 
 
-@pytest.mark.parametrize("fails", ["write_job", "subprocess.Popen"])
+@pytest.mark.parametrize("fails", ["write_atomically", "subprocess.Popen"])
 def test_a_build_of_layers_that_does_not_begin_leaves_nothing(fails, tmp_path, monkeypatch):
     def failing(*arguments, **options):
         raise TypeError("cannot pickle it")
 
-    monkeypatch.setattr(f"engine.compiling.package_process.{fails}", failing)
+    monkeypatch.setattr(f"engine.compiling.package_builder.{fails}", failing)
     with pytest.raises(TypeError, match="cannot pickle it"):
-        package_process.start_building({tmp_path / "layer.pt2": SimpleNamespace(**LAYER)}, None)
+        package_builder.start_building({tmp_path / "layer.pt2": (nn.Identity(), ((), {}))}, None)
     assert not list(tmp_path.iterdir())
 
 
