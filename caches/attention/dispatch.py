@@ -4,7 +4,7 @@
 |---|---|---|
 | of several caches | 1 | the kernel of `kernels.attention`; otherwise cache by cache, see below |
 | with a shared prefix | up to 64 | the same kernel |
-| codes of a quantized cache | up to 16 queries of a head | its kernel, as `CacheRows.attend` |
+| codes of a quantized cache | up to 16 queries of a head | the kernel of `fused.attention` |
 | other segments | up to 64 | torch, segment by segment |
 | one tensor, many keys | 1 | the kernel of `kernels.attention` |
 | one tensor | 1 | torch, the query heads of a key head packed |
@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from caches.attention import kernels
+from caches.attention import fused, kernels
 from caches.attention.segments import CacheRows, group_rows, ungroup_rows
 
 _FEW = 64  # tokens: above it the scores of segments would take more memory than the materialized keys
@@ -85,8 +85,8 @@ def segmented_attention(
     by_head = None
     if added is not None:
         by_head = added.expand(rows, heads, tokens, key.shape[2]).unflatten(1, (key.shape[1], -1))
-    if key.attend is not None and key.attend == value.attend:
-        output = key.attend(queries, key.segments(), value.segments(), by_head, value.shape[3])
+    if key.in_codes and value.in_codes:
+        output = fused.attention(queries, key.segments(), value.segments(), by_head, value.shape[3])
         if output is not None:
             return output.reshape(rows, heads, tokens, -1)
     scores = key.scores(group_rows(queries, rows_per_prefix))

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import caches
 from caches import EngineCache
+from caches.attention.fused import QuantizedSegment
 from caches.attention.kv_view import KeyValueView, rows_of
 from caches.protocol import attention_view
-from caches.quantization.fused_attention import QuantizedSegment
 from caches.registry import build_layers
 from configs import CacheConfig
 from engine.memory.cache_size import empty_cache

@@ -33,8 +33,7 @@ from places import README
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine
-from caches.attention import kernels
-from caches.quantization import fused_attention
+from caches.attention import fused, kernels
 from engine.host_allocator import give_back_freed_memory
 from engine.memory.plan import cache_bytes
 
@@ -136,7 +135,7 @@ class Bench:
         self._ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text * 4).input_ids)
         self._last: Call | None = None
         self._whole = Result()  # of the last call, without a limit
-        for operators in (kernels.KERNELS, fused_attention.KERNELS):
+        for operators in (kernels.KERNELS, fused.KERNELS):
             operators.or_none()  # loaded once per process
         if warm:
             for name in ("dynamic", "offloaded", "quantized"):
