@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import caches
 from caches import EngineCache
+from caches.attention.dispatch import FEW_TOKENS
 from caches.attention.fused import QuantizedSegment
 from caches.attention.kv_view import KeyValueView, rows_of
 from caches.protocol import attention_view
@@ -23,7 +24,6 @@ from engine.request.run_shape import RunShape
 from engine.tables import lengths
 from strategies import repeat_rows_index
 
-_FEW_QUERIES = 64  # with more of them attention reads a quantized or offloaded layer as one tensor
 _MOST_TOKENS = 2**24  # of a row; a dry run of so many takes about a minute
 _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks", "own": "transformers' own"}
 
@@ -171,7 +171,7 @@ class _DryRun:
                     in_full = tokens > 1 or not self._footprint.shares[write.part]
                     if in_full and isinstance(segment, QuantizedSegment):
                         segment.materialize()
-            if tokens > _FEW_QUERIES:
+            if tokens > FEW_TOKENS:  # then attention reads a quantized or offloaded layer as one tensor
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
                 self.materialized_bytes = max(self.materialized_bytes, materialized)
         self.cache.commit()
