@@ -12,8 +12,8 @@
 | anything else | | torch, on one tensor |
 
 Kernels are those of float32 on a CPU, and where they cannot compute something, torch does. The first line, and those of
-one tensor, are for steps of the engine: `engine.kernels.attention_hook` asks here in place of transformers' function. In
-compiled layers `kernels.open_layers` takes the place of the table where all layers of a step are open.
+one tensor, are for steps of the engine, in place of transformers' function: `engine.kernels.attention_hook` asks here.
+In compiled layers `kernels.open_layers` takes the place of the table where all layers of a step are open.
 """
 
 from __future__ import annotations
