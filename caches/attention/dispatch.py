@@ -2,17 +2,18 @@
 
 | keys and values | new tokens per row | computed by |
 |---|---|---|
-| of several caches | 1 | the kernel of `kernels.attention`; otherwise cache by cache, see below |
+| of several caches | 1 | the kernel of `kernels.attention`; otherwise cache by cache as below |
 | with a shared prefix | up to 64 | the same kernel |
-| codes of a quantized cache | up to 16 queries of a head | its kernel, as `CacheRows.attend` |
+| codes of a quantized cache | up to 16 queries of a head | the kernel of `fused.attention` |
 | other segments | up to 64 | torch, segment by segment |
 | one tensor, many keys | 1 | the kernel of `kernels.attention` |
 | one tensor | 1 | torch, the query heads of a key head packed |
 | one tensor, many keys | several, causal or masked | the kernel of `kernels.prompt_attention` |
 | anything else | | torch, on one tensor |
 
-Kernels are those of float32 on a CPU, and where they cannot compute something, the next line does. In compiled layers
-`kernels.open_layers` takes the place of the table where all layers of a step are open.
+Kernels are those of float32 on a CPU, and where they cannot compute something, torch does. The first line, and those of
+one tensor, are for steps of the engine, in place of transformers' function: `engine.kernels.attention_hook` asks here.
+In compiled layers `kernels.open_layers` takes the place of the table where all layers of a step are open.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from caches.attention import kernels
+from caches.attention import fused, kernels
 from caches.attention.segments import CacheRows, group_rows, ungroup_rows
 
-_FEW = 64  # tokens: above it the scores of segments would take more memory than the materialized keys
+FEW_TOKENS = 64  # above it the scores of segments would take more memory than the materialized keys
 _MUCH = 2**17  # elements of the keys: with fewer, calling a kernel takes as long as what it saves
 _EXACT_ENOUGH = (torch.float32, torch.float64)  # in 16 bits another order of sums is another text
 
@@ -74,7 +75,7 @@ def segmented_attention(
     query: [rows, heads, tokens, width]. mask: 4D, added or bool, or None. scale: see `attention`.
     """
     (rows, heads, tokens, width), rows_per_prefix = query.shape, key.rows_per_prefix
-    if tokens > _FEW:
+    if tokens > FEW_TOKENS:
         return None
     if rows_per_prefix > 1:
         output = kernels.attention(query, [key], [value], mask, scale)
@@ -85,8 +86,8 @@ def segmented_attention(
     by_head = None
     if added is not None:
         by_head = added.expand(rows, heads, tokens, key.shape[2]).unflatten(1, (key.shape[1], -1))
-    if key.attend is not None and key.attend == value.attend:
-        output = key.attend(queries, key.segments(), value.segments(), by_head, value.shape[3])
+    if key.in_codes and value.in_codes:
+        output = fused.attention(queries, key.segments(), value.segments(), by_head, value.shape[3])
         if output is not None:
             return output.reshape(rows, heads, tokens, -1)
     scores = key.scores(group_rows(queries, rows_per_prefix))

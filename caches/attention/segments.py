@@ -25,24 +25,6 @@ class Segment(Protocol):
         """The keys or values, [rows, heads, slots, width]. Call it last: it may overwrite the segment."""
 
 
-class Attend(Protocol):
-    """Attention over all segments at once."""
-
-    def __call__(
-        self,
-        queries: torch.Tensor,
-        keys: Iterable[Segment],
-        values: Iterable[Segment],
-        mask: torch.Tensor | None,
-        width: int,
-    ) -> torch.Tensor | None:
-        """queries: [rows, KV heads, queries per KV head, width of a key], already scaled.
-
-        mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores. width: of a value. Returns
-        [rows, KV heads, queries per KV head, width]; None, without consuming a segment, if there are too many queries.
-        """
-
-
 @dataclass(frozen=True)
 class DenseSegment:
     """Keys or values as they are. tensor: [rows, heads, slots, width]."""
@@ -140,16 +122,16 @@ class CacheRows(NamedTuple):
 
     sources: where they are in memory, one after the other: tensors [rows or prompts, heads, slots, width], or rows of
     another store. make_segments: makes the segments where they are encoded. These share scratch memory: consume one
-    before requesting the next, unless `attend` is set, a kernel for all of them at once. rows_per_prefix: consecutive
-    rows that share the sources of a prompt, see `group_rows`. on_materialize: called when a model needs an ordinary
-    tensor of them.
+    before requesting the next, unless they are `in_codes`, for a kernel that reads all of them. rows_per_prefix:
+    consecutive rows that share the sources of a prompt, see `group_rows`. on_materialize: called when a model needs an
+    ordinary tensor of them.
     """
 
     shape: tuple[int, int, int, int]
     sources: Sequence[torch.Tensor | CacheRows] = ()
     make_segments: Callable[[], Iterable[Segment]] | None = None
     rows_per_prefix: int = 1
-    attend: Attend | None = None
+    in_codes: bool = False
     on_materialize: Callable[[], None] | None = None
 
     @staticmethod

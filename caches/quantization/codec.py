@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from caches.attention.segments import AffineSegment, Attend, DenseSegment, Segment
-from caches.quantization.fused_attention import KERNELS, QuantizedSegment, attention, check_fused, is_supported
+from caches.attention.fused import KERNELS, QuantizedSegment, check_fused, is_supported
+from caches.attention.segments import AffineSegment, DenseSegment, Segment
 from configs import CODECS, CodecFacts, ConfigError, QuantizedCacheConfig, require_positive
 from configs.plugins import check_name
 
@@ -36,14 +36,15 @@ class Codec(Protocol):
     def encode(self, dense: torch.Tensor) -> Parts:
         """Quantize [rows, heads, slots, head_dim]; `slots` is a multiple of `block`."""
 
-    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None = None) -> Segment:
-        """A segment of whole blocks, for this kernel; the scratch tensor has as many slots as are wanted of them."""
+    def decode(self, parts: Parts, new_scratch: NewScratch, in_codes: bool = False) -> Segment:
+        """A segment of whole blocks; the scratch tensor has as many slots as are wanted of them. in_codes: without
+        scratch, for a kernel."""
 
     def per_block(self, name: str) -> bool:
         """Whether the part `name` has one entry per block, not one per slot."""
 
-    def attend(self, dense: torch.Tensor) -> Attend | None:
-        """The kernel for attention over segments of what is like `dense`, and dense ones; None if there is none."""
+    def has_kernel(self, dense: torch.Tensor) -> bool:
+        """Whether a kernel computes attention over the codes of what is like `dense`, and over dense segments."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Affine:
     bits: of a code. group: elements that share a scale and an offset. per_channel: a group is one channel of `group`
     slots; else it is `group` neighbouring channels of one slot, or the most below that which divide the head's width.
     choose: see `CHOICES`. scale_dtype: of scales, offsets and the arithmetic of decoding; None is the keys' data type.
-    fused: attention multiplies with the codes where `fused_attention.py` has a kernel; True: encoding refuses the rest.
+    fused: attention multiplies with the codes where it has a kernel; True: encoding refuses the rest.
     """
 
     bits: int
@@ -67,10 +68,8 @@ class Affine:
     def block(self) -> int:
         return self.group if self.per_channel else 1
 
-    def attend(self, dense: torch.Tensor) -> Attend | None:
-        if self.fused is False or not is_supported(dense):
-            return None
-        return None if KERNELS.or_none() is None else attention
+    def has_kernel(self, dense: torch.Tensor) -> bool:
+        return self.fused is not False and is_supported(dense) and KERNELS.or_none() is not None
 
     def per_block(self, name: str) -> bool:
         return self.per_channel and name != "codes"
@@ -92,8 +91,8 @@ class Affine:
             name: value.reshape(groups).to(dtype) for name, value in scales if value is not None
         }
 
-    def decode(self, parts: Parts, new_scratch: NewScratch, attend: Attend | None = None) -> Segment:
-        if attend is None:
+    def decode(self, parts: Parts, new_scratch: NewScratch, in_codes: bool = False) -> Segment:
+        if not in_codes:
             return self._unpacked(parts, new_scratch)
         return QuantizedSegment(
             parts["codes"],

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from caches.attention.kv_view import KeyValueView
-from caches.attention.segments import Attend, CacheRows, DenseSegment, Segment
+from caches.attention.segments import CacheRows, DenseSegment, Segment
 from caches.memory.buffers import Buffer
 from caches.platform.torch_api import always_writable
 from caches.quantization.codec import Codec, Parts
@@ -139,17 +139,15 @@ class QuantizedStore:
         begin, block = timeline.evicted
         if begin >= timeline.encoded:
             return exact[:, :, max(0, timeline.start - timeline.encoded) :]
-        attend = self.codec.attend(exact)
-        decoded = self._decoded(begin, block, exact, attend)
+        in_codes = self.codec.has_kernel(exact)
+        decoded = self._decoded(begin, block, exact, in_codes)
         slots = timeline.encoded - timeline.start + exact.shape[2]
         shape = (exact.shape[0], exact.shape[1], slots, exact.shape[3])
         segments = lambda: chain(decoded(), (DenseSegment(exact),))  # noqa: E731
-        view = KeyValueView([CacheRows(shape, make_segments=segments, attend=attend)], exact)
+        view = KeyValueView([CacheRows(shape, make_segments=segments, in_codes=in_codes)], exact)
         return view.materialize() if lasting else view
 
-    def _decoded(
-        self, begin: int, block: int, like: torch.Tensor, attend: Attend | None
-    ) -> Callable[[], Iterable[Segment]]:
+    def _decoded(self, begin: int, block: int, like: torch.Tensor, in_codes: bool) -> Callable[[], Iterable[Segment]]:
         """Makes segments of the blocks. If kernels read the codes, segments are reused until the blocks change."""
         timeline = self.timeline
         key = (timeline.start, timeline.encoded, len(timeline.runs))
@@ -157,8 +155,8 @@ class QuantizedStore:
             return self._segments[1].__iter__
         coded = {name: reader.read(*self.span(name, begin, block)) for name, reader in self.parts.items()}
         # Fixed now: the timeline may change before the returned function is called.
-        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, coded, like, attend)
-        if attend is None or begin < timeline.start or any(self.offloaded_buffers()):
+        segments = self._segments_of(list(timeline.runs), begin, block, timeline.start, coded, like, in_codes)
+        if not in_codes or begin < timeline.start or any(self.offloaded_buffers()):
             return segments
         self._segments = key, list(segments())
         return self._segments[1].__iter__
@@ -171,7 +169,7 @@ class QuantizedStore:
         start: int,
         coded: Parts,
         like: torch.Tensor,
-        attend: Attend | None,
+        in_codes: bool,
     ) -> Callable[[], Iterator[Segment]]:
         """Decodes slots from `start` on, segment by segment. begin, block: the first slot and block in `coded`."""
         size, scratch = self.timeline.block, self.scratch
@@ -195,7 +193,7 @@ class QuantizedStore:
                         False: (slot - begin, slot - begin + slots),
                     }
                     chosen = {name: _between(data, *ranges[self.codec.per_block(name)]) for name, data in coded.items()}
-                    segment = self.codec.decode(chosen, partial(new_scratch, slots), attend)
+                    segment = self.codec.decode(chosen, partial(new_scratch, slots), in_codes)
                     # If the window begins inside a block, the slots before it are cut off.
                     yield (
                         DenseSegment(segment.materialize()[:, :, start - slot :].clone()) if slot < start else segment

@@ -11,11 +11,12 @@ from typing import cast
 
 import caches
 from caches import EngineCache
+from caches.attention.dispatch import FEW_TOKENS
+from caches.attention.fused import QuantizedSegment
 from caches.attention.kv_view import KeyValueView, rows_of
 from caches.core.layer import Layer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.protocol import attention_view
-from caches.quantization.fused_attention import QuantizedSegment
 from caches.registry import build_layers
 from caches.stores.recurrent_state import RecurrentState
 from caches.stores.store import Store
@@ -27,7 +28,6 @@ from engine.request.run_shape import RunShape
 from engine.tables import lengths
 from strategies import repeat_rows_index
 
-_FEW_QUERIES = 64  # with more of them attention reads a quantized or offloaded layer as one tensor
 _MOST_TOKENS = 2**24  # of a row; a dry run of so many takes about a minute
 _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks", "own": "transformers' own"}
 
@@ -185,7 +185,7 @@ class DryRun:
                     in_full = tokens > 1 or not self._footprint.shares[write.part]
                     if in_full and isinstance(segment, QuantizedSegment):
                         segment.materialize()
-            if tokens > _FEW_QUERIES:
+            if tokens > FEW_TOKENS:  # then attention reads a quantized or offloaded layer as one tensor
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
                 self._materialized_bytes = max(self._materialized_bytes, materialized)
         self.cache.commit()

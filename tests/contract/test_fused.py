@@ -11,9 +11,9 @@ from helpers import needs_kernels
 
 import caches
 import engine
+from caches.attention import fused as kernel_of_codes
 from caches.attention.kv_view import KeyValueView
 from caches.attention.segments import CacheRows, DenseSegment
-from caches.quantization import fused_attention
 from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import ConfigError, QuantizedCacheConfig
 
@@ -36,7 +36,7 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, per_chan
             for name, part in parts.items()
         }
         decode = partial(decoded, chosen, count, width)
-        for tokens in (1, 3, 7, fused_attention.FEW + 1):
+        for tokens in (1, 3, 7, kernel_of_codes.FEW + 1):
             queries, weights = torch.randn(3, 2, tokens, width), torch.rand(3, 2, tokens, count)
             # Queries and weights are rounded to 16 bits where neighbouring channels share a scale.
             close = CLOSE if per_channel else CLOSE | {"atol": 5e-3}
@@ -50,7 +50,7 @@ CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 def decoded(parts, count, width, codec):
     out, scratch = torch.empty(3, 2, count, width), torch.empty(3 * 2 * count * width, dtype=torch.uint8)
-    return codec.decode(parts, lambda: (out, scratch), codec.attend(out))
+    return codec.decode(parts, lambda: (out, scratch), codec.has_kernel(out))
 
 
 @needs_kernels
@@ -75,7 +75,7 @@ def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend
             for numbers in (torch.randn(3, 2, count, width) * 2 + 0.5 for count in columns[:-1])
         ]
         pieces = [*coded, DenseSegment(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
-        rows = CacheRows((3, 2, sum(columns), width), (), partial(list, pieces), attend=codec.attend(query))
+        rows = CacheRows((3, 2, sum(columns), width), (), partial(list, pieces), in_codes=codec.has_kernel(query))
         views.append(KeyValueView([rows], query))
     attn_mask = None
     if mask is not None:
@@ -190,7 +190,7 @@ def test_the_largest_codes_and_queries_do_not_overflow(group):
     """512 channels of 255 times 32767 are more than an integer of 32 bits holds."""
     codes = torch.full((1, 1, 5, 512), 255, dtype=torch.uint8)
     scale = torch.full((1, 1, 5, 512 // group), 1e-3)
-    keys = fused_attention.QuantizedSegment(codes, scale, None, 8, 0, lambda: DenseSegment(codes * 1e-3))
+    keys = kernel_of_codes.QuantizedSegment(codes, scale, None, 8, 0, lambda: DenseSegment(codes * 1e-3))
     queries = torch.full((1, 1, 2, 512), 3.0)
     queries[:, :, 1] *= -1
     torch.testing.assert_close(keys.scores(queries), queries @ (codes * 1e-3).mT, rtol=1e-4, atol=0)

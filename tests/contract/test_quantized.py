@@ -214,11 +214,11 @@ def test_crop_in_a_block_encodes_nothing_again(options, removed):
 class Lazily(Exactly):
     """Decodes when its content is read, as code that computes with codes does: pieces are handed out again."""
 
-    def attend(self, dense):
-        return lambda *asked: None
+    def has_kernel(self, dense):
+        return True
 
-    def decode(self, parts, place, attend):
-        return Unread(partial(super().decode, parts, place, attend))
+    def decode(self, parts, place, in_codes):
+        return Unread(partial(super().decode, parts, place, in_codes))
 
 
 @dataclass

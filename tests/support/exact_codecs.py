@@ -20,14 +20,14 @@ class Exactly:
     def __hash__(self):
         return hash(type(self))
 
-    def attend(self, dense):
-        return None
+    def has_kernel(self, dense):
+        return False
 
     def encode(self, columns):
         blocks = columns.unflatten(2, (-1, self.block))
         return {"codes": (blocks - blocks[:, :, :, :1]).flatten(2, 3), "first": blocks[:, :, :, 0]}
 
-    def decode(self, parts, place, attend):
+    def decode(self, parts, place, in_codes):
         out, _ = place()
         firsts = parts["first"].repeat_interleave(self.block, dim=2)[:, :, : out.shape[2]]
         return DenseSegment(torch.add(parts["codes"], firsts, out=out))
@@ -43,7 +43,7 @@ class AsTheyAre(Exactly):
         sums = columns.unflatten(2, (-1, self.block)).sum(dim=3)
         return {"codes": columns, "sums": sums}
 
-    def decode(self, parts, place, attend):
+    def decode(self, parts, place, in_codes):
         out, _ = place()
         out.copy_(parts["codes"])
         for number in range(out.shape[2] // self.block):

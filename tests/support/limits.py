@@ -33,9 +33,8 @@ from places import README
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine
-from caches.attention import kernels
+from caches.attention import fused, kernels
 from caches.platform.host_allocator import give_back_freed_memory
-from caches.quantization import fused_attention
 from engine.memory.plan import cache_bytes
 
 PER_CALL = 6  # limits for the same call, which is run once without any
@@ -136,7 +135,7 @@ class Bench:
         self._ids = torch.tensor(AutoTokenizer.from_pretrained(folder)(text * 4).input_ids)
         self._last: Call | None = None
         self._whole = Result()  # of the last call, without a limit
-        for operators in (kernels.KERNELS, fused_attention.KERNELS):
+        for operators in (kernels.KERNELS, fused.KERNELS):
             operators.or_none()  # loaded once per process
         if warm:
             for name in ("dynamic", "offloaded", "quantized"):

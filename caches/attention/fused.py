@@ -74,7 +74,11 @@ class QuantizedSegment:
 def attention(
     queries: torch.Tensor, keys: Iterable[Segment], values: Iterable[Segment], mask: torch.Tensor | None, width: int
 ) -> torch.Tensor | None:
-    """An `Attend` for segments that are `QuantizedSegment` or `DenseSegment`."""
+    """Attention over segments that are `QuantizedSegment` or `DenseSegment`; None for others, and for many queries.
+
+    queries: [rows, KV heads, queries per KV head, width of a key], already scaled. mask: [rows, KV heads, heads per KV
+    head, tokens, slots], added to the scores. width: of a value. Returns [rows, KV heads, queries per KV head, width].
+    """
     if queries.shape[2] > FEW:
         return None
     if mask is not None and mask.stride(-1) != 1:
@@ -86,10 +90,11 @@ def attention(
             encoded = [tensor for tensor in (segment.codes, segment.scale, segment.offset) if tensor is not None]
             layout += segment.bits, segment.block, len(encoded)
             tensors += encoded
-        else:
-            assert isinstance(segment, DenseSegment)
+        elif isinstance(segment, DenseSegment):
             layout += 32, 0, 1
             tensors.append(segment.tensor)
+        else:
+            return None
     return _without_derivative(KERNELS.or_error().attention(queries, tensors, layout, mask, width), queries)
 
 
