@@ -16,8 +16,8 @@ from caches.attention.segmented_tensor import plain
 from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
-from caches.core.row_copies import select_rows
 from caches.core.row_selection import Choice, RowSelection
+from caches.core.row_transfer import select_rows
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.files import save
@@ -48,6 +48,9 @@ class SharedMethods:
 
     @abstractmethod
     def commit(self, rejected: int = 0) -> None: ...
+
+    @abstractmethod
+    def crop(self, tokens: int) -> None: ...
 
     @abstractmethod
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None: ...
