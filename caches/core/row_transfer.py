@@ -82,9 +82,9 @@ def gather_rows(caches: Sequence[C]) -> C:
     for sources in zip(*(cache.implicit_steps for cache in caches), strict=True):
         if len({_rows_per_prefix(source.stack) for source in sources}) > 1:
             unshare(sources)
-    gathered, shares = _joined(caches, moves=True)
+    joined, shares = _joined(caches, moves=True)
     move(caches, shares, "putting together")
-    return gathered
+    return joined
 
 
 def _joined(caches: Sequence[C], moves: bool) -> tuple[C, list[Share]]:
