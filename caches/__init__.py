@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache as _TransformersCache
 
 import caches.backends  # noqa: F401 - registers the recipes
 from caches.core.branch import branch
-from caches.core.row_copies import join_rows, select_rows
+from caches.core.row_transfer import join_rows, select_rows
 from caches.errors import (
     CacheError,
     CacheFileError,
@@ -52,9 +52,7 @@ from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.store import Store
 from caches.timeline.timeline import Timeline
 from caches.transfer.comparison import first_layer
-from caches.transfer.convert import convert, load
-from caches.transfer.migrate import migrate
-from caches.transfer.window import apply_window
+from caches.transfer.convert import apply_window, convert, load, migrate
 from configs import CacheConfig, QuantizedCacheConfig
 
 

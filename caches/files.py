@@ -18,16 +18,16 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
+from caches.core.transfer import LayeredCache
 from caches.errors import CacheError, CacheFileError, UnsupportedLayerError
 from caches.layers.fingerprint import differences, fingerprint, inner_model
 from caches.layers.layer_spec import PLAIN, LayerSpec, read_specs
@@ -47,23 +47,6 @@ _VERSION = 3
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
 _OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
-
-
-class Savable(Protocol):
-    """A cache of one or two stacks of layers: `Cache`, `EncoderDecoder`."""
-
-    name: str
-    log: TokenLog | None
-
-    @property
-    def stacks(self) -> tuple[LayerStack, ...]: ...
-
-    @property
-    def implicit_steps(self) -> tuple[ImplicitSteps, ...]: ...
-
-    def finish_step(self, is_over: bool = False) -> None: ...
-
-    def check_finished(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -103,7 +86,7 @@ class CacheFile:
 
 
 def save(
-    cache: Savable,
+    cache: LayeredCache,
     path: str | Path,
     model: nn.Module | None = None,
     notes: dict[str, object] | None = None,
@@ -123,7 +106,8 @@ def save(
             f"the file would name a model with other keys and values than those in the cache: {reason}. Save a cache "
             "before its model changes, or make this one anew"
         )
-    config = [stack.layout.config for stack in cache.stacks]
+    stacks = [steps.stack for steps in cache.implicit_steps]
+    config = [stack.layout.config for stack in stacks]
     if None in config:
         raise UnsupportedLayerError(
             f"this {cache.name} cache was not made by caches.build, so no file could say how to build it again: "
@@ -135,8 +119,8 @@ def save(
         "backends": [[options.name, _saved_options(options.to_dict())] for options in config if options is not None],
         "model": fingerprint(reader),
         "notes": notes or {},
-        "stacks": [_packed(_state(stack), str(number), tensors) for number, stack in enumerate(cache.stacks)],
-        _TOKENS: None if log is None else _packed(_content(log.first(cache.stacks[0].total_tokens)), _TOKENS, tensors),
+        "stacks": [_packed(_state(stack), str(number), tensors) for number, stack in enumerate(stacks)],
+        _TOKENS: None if log is None else _packed(_content(log.first(stacks[0].total_tokens)), _TOKENS, tensors),
     }
     _write(Path(path), tensors, {"kvengine": json.dumps(header), "sha256": _UNKNOWN})
 
@@ -151,7 +135,7 @@ def inspect(path: str | Path) -> CacheFile:
     return CacheFile(Path(path), name, options, header["model"], rows, tokens, layers, size, header["notes"])
 
 
-def load(path: str | Path, model: nn.Module, device: torch.device | str | None = None) -> Savable:
+def load(path: str | Path, model: nn.Module, device: torch.device | str | None = None) -> LayeredCache:
     """The cache in a file, on the backend that it was saved from. See `caches.load`."""
     path = Path(path)
     header = _header(path)
@@ -165,8 +149,9 @@ def load(path: str | Path, model: nn.Module, device: torch.device | str | None =
             specs = _specs_of(path, stacks[0], reader)
             configs = [recipe(name).options.from_dict(options) for name, options in header["backends"]]
             config = configs[0] if len(configs) == 1 else EncoderDecoderCacheConfig(*configs)
-            cache = cast(Savable, recipe(config.name).make(specs, config))
-            for stack, steps, state in zip(cache.stacks, cache.implicit_steps, stacks, strict=True):
+            cache = cast(LayeredCache, recipe(config.name).make(specs, config))
+            for steps, state in zip(cache.implicit_steps, stacks, strict=True):
+                stack = steps.stack
                 if stack.finds_layers and state["specs"]:
                     stack.bind_layers(_specs(state["specs"]))
                 _restore(stack, state)

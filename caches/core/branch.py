@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from threading import Lock
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from caches.core.implicit_steps import ImplicitSteps
-from caches.core.layer import Layer
+from caches.core.layer import Layer, TensorHolder
 from caches.core.layer_stack import LayerStack
 from caches.core.prefix_sharing import PrefixSharing
-from caches.core.row_copies import Copyable
+from caches.core.row_transfer import unshare
+from caches.core.transfer import C, Share
+from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError
 from caches.protocol import check_has_layers_of_ours
 from caches.stores.dense import GrowingStore
-from caches.stores.store import Store
+from caches.stores.recurrent_state import RecurrentState
+from caches.stores.shared_prefix import ForkedStore
 from caches.timeline.shared_timeline import ForkedTimeline
 from caches.timeline.timeline import Timeline
 
 _one_at_a_time = Lock()  # two branches must not get the same free slots of a cache
-
-
-class Branchable(Copyable, Protocol):
-    @property
-    def implicit_steps(self) -> tuple[ImplicitSteps, ...]: ...
-
-    @property
-    def max_rows(self) -> int | None: ...
-
-    def crop(self, tokens: int) -> None: ...
-
-
-C = TypeVar("C", bound=Branchable)
 
 
 def branch(cache: C, tokens: int | None = None) -> C:
@@ -46,15 +36,16 @@ def branch(cache: C, tokens: int | None = None) -> C:
     with _one_at_a_time:
         for steps in cache.implicit_steps:
             steps.end()
-        total = cache.stacks[0].total_tokens
+        total = cache.implicit_steps[0].stack.total_tokens
         if tokens is not None and not 0 <= tokens <= total:
             raise StepError(f"branch(cache, {tokens}): the cache holds {total} tokens, and a branch the first of them")
-        if any(timeline.rows_per_prefix > 1 for stack in cache.stacks for timeline in stack.shared_timelines):
-            cache.unshare()
+        stacks = [steps.stack for steps in cache.implicit_steps]
+        if any(timeline.rows_per_prefix > 1 for stack in stacks for timeline in stack.shared_timelines):
+            unshare(cache.implicit_steps)
         target = cache.empty_like(cache.max_rows)
-        for stack, source in zip(target.stacks, cache.stacks, strict=True):
+        for taker, source in zip(target.implicit_steps, stacks, strict=True):
             if source.batch_size != -1:
-                _follow(stack, source, is_complete=tokens in (None, total))
+                _follow(taker.stack, source, is_complete=tokens in (None, total))
     if tokens is not None:
         target.crop(tokens - total)
     return target
@@ -64,38 +55,56 @@ def _follow(stack: LayerStack, source: LayerStack, is_complete: bool) -> None:
     """Let the empty `stack` hold what `source`, of the same layout, does. is_complete: nothing of it is left out."""
     sharing = PrefixSharing(stack)
     goes_on = [is_complete and not giver.is_frozen for giver in source.timelines]
-    splits = []
-    for taker, giver, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
-        can_split = not on and sharing.can_share(taker) and _can_be_read(giver, _stores(source, giver))
-        splits.append(isinstance(giver, ForkedTimeline) or can_split)
-    sharing.share_groups(splits)
+    sharing.share_groups(
+        [
+            isinstance(giver, ForkedTimeline) or (not on and sharing.can_share(taker) and _can_be_read(source, giver))
+            for taker, giver, on in zip(stack.timelines, source.timelines, goes_on, strict=True)
+        ]
+    )
     stack.hook.load_state_dict(source.hook.state_dict(source.batch_size))
+    stack.log = source.log
+    takes_room: dict[Timeline, bool] = {}  # of those that read tensors of `source`: whether they go on behind its end
     for taker, giver, on in zip(stack.timelines, source.timelines, goes_on, strict=True):
         taker.load_state_dict(_as_prefix(taker, giver), source.batch_size)
-        stores, givers = _stores(stack, taker), _stores(source, giver)
-        if not isinstance(taker, ForkedTimeline):
-            _fill(taker, stores, giver, givers, reads=on, takes_room=True)
-            continue
-        prefixes, suffixes = [store.prefix for store in stores], [store.suffix for store in stores]
-        if isinstance(giver, ForkedTimeline):
-            _fill(taker.suffix, suffixes, giver.suffix, [store.suffix for store in givers], reads=on, takes_room=True)
-            giver, givers = giver.prefix, [store.prefix for store in givers]
-        _fill(taker.prefix, prefixes, giver, givers, reads=True, takes_room=False)
+        for reader, owner in _timelines(taker, giver):
+            is_prefix = isinstance(taker, ForkedTimeline) and reader is taker.prefix
+            if (is_prefix or on) and _can_be_read(source, owner):
+                takes_room[reader] = not is_prefix
+                reader.read_from(owner, takes_room[reader])
     for layer, source_layer in zip(stack.layers, source.layers, strict=True):
-        if not isinstance(layer, Layer) or not isinstance(source_layer, Layer):
-            layer.load_state_dict(source_layer.state_dict())
-        elif layer.state is not None and source_layer.state is not None:
-            layer.state.load_dense(source_layer.state.dense_state())
-    stack.log = source.log
+        for holder, owned in _holders(layer, source_layer):
+            if isinstance(holder, GrowingStore) and isinstance(owned, GrowingStore) and holder.timeline in takes_room:
+                holder.read_from(owned, takes_room[holder.timeline])
+            else:
+                Share([owned], [holder], as_encoded=True).apply()
 
 
-def _stores(stack: LayerStack, timeline: Timeline) -> list[Any]:
-    layers = [layer for layer in stack.layers_of(timeline) if isinstance(layer, Layer)]
-    return [store for layer in layers for store in layer.stores.values()]
+def _timelines(taker: Timeline, giver: Timeline) -> list[tuple[Timeline, Timeline]]:
+    """Those that count the same. Where `taker` has a prefix and `giver` none, all of it becomes the prefix."""
+    if not isinstance(taker, ForkedTimeline):
+        return [(taker, giver)]
+    if not isinstance(giver, ForkedTimeline):
+        return [(taker.prefix, giver)]
+    return [(taker.prefix, giver.prefix), (taker.suffix, giver.suffix)]
 
 
-def _can_be_read(timeline: Timeline, stores: list[Store]) -> bool:
-    """Whether these are tensors in full precision that grow, and that lose no tokens in front."""
+def _holders(taker: Layer | WrappedLayer, giver: Layer | WrappedLayer) -> Iterator[tuple[TensorHolder, TensorHolder]]:
+    """Those that hold the same, as `_timelines`."""
+    if not isinstance(taker, Layer) or not isinstance(giver, Layer):
+        yield from zip(taker.row_holders(), giver.row_holders(), strict=True)
+        return
+    for holder, owned in zip(taker.holders(), giver.holders(), strict=True):
+        if isinstance(holder, ForkedStore):
+            owners = owned.row_holders if isinstance(owned, ForkedStore) else (owned,)
+            yield from zip(holder.row_holders, owners, strict=False)
+        else:
+            yield holder, owned
+
+
+def _can_be_read(source: LayerStack, timeline: Timeline) -> bool:
+    """Whether its stores are tensors in full precision that grow, and that lose no tokens in front."""
+    holders = [holder for layer in source.layers for holder in layer.row_holders() if holder.timeline is timeline]
+    stores = [holder for holder in holders if not isinstance(holder, RecurrentState)]
     return bool(stores) and timeline.retention.bound is None and all(type(store) is GrowingStore for store in stores)
 
 
@@ -104,17 +113,3 @@ def _as_prefix(taker: Timeline, giver: Timeline) -> dict[str, Any]:
     if not isinstance(taker, ForkedTimeline) or isinstance(giver, ForkedTimeline):
         return giver.state_dict()
     return {"prefix": giver.state_dict(), "suffix": taker.suffix.state_dict(), "rows_per_prefix": 1}
-
-
-def _fill(
-    taker: Timeline, stores: list[Any], giver: Timeline, giver_stores: list[Any], reads: bool, takes_room: bool
-) -> None:
-    """Let the stores of `taker` hold what those of `giver` do: where it is if `reads` and they can, or a copy."""
-    if reads and _can_be_read(giver, giver_stores):
-        taker.read_from(giver, takes_room)
-        for store, giver_store in zip(stores, giver_stores, strict=True):
-            store.read_from(giver_store, takes_room)
-        return
-    for store, giver_store in zip(stores, giver_stores, strict=True):
-        if state := giver_store.state_dict():
-            store.load_state_dict(state)

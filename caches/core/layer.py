@@ -91,17 +91,17 @@ class Layer(ClassicLayer):
 
     def abort(self) -> None:
         self._is_reached = False
-        for holder in self._parts():
+        for holder in self.holders():
             holder.abort()
 
     def reset(self) -> None:
         self._is_reached = False
-        for holder in self._parts():
+        for holder in self.holders():
             holder.reset()
 
     def release(self) -> None:
         """Reset, and free all memory."""
-        for holder in self._parts():
+        for holder in self.holders():
             holder.release()
 
     def mask_sizes(self, tokens: int, uncommitted: int = 0) -> tuple[int, int | torch.Tensor]:
@@ -141,7 +141,7 @@ class Layer(ClassicLayer):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """All tensors that the layer keeps."""
-        for holder in self._parts():
+        for holder in self.holders():
             yield from holder.tensors()
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
@@ -156,14 +156,15 @@ class Layer(ClassicLayer):
         away = sum(buffer.bytes for store in stores for buffer in store.offloaded_buffers() if buffer.is_off_device)
         return sum(tensor.nbytes for store in stores for tensor in store.tensors()) - away
 
-    def _parts(self) -> Iterator[Store | RecurrentState]:
+    def holders(self) -> Iterator[Store | RecurrentState]:
+        """Its stores and its states."""
         yield from self.stores.values()
         if self.state is not None:
             yield self.state
 
     def row_holders(self) -> Iterator[TensorHolder]:
         """Stores and states that keep rows of their own: of a store whose rows share a prefix its two parts."""
-        for holder in self._parts():
+        for holder in self.holders():
             if isinstance(holder, ForkedStore):
                 yield from holder.row_holders
             else:

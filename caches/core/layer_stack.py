@@ -195,26 +195,6 @@ class LayerStack(LayerGroups):
 
     # Content, from another cache or from tensors.
 
-    def load_dense(
-        self,
-        total_tokens: int,
-        rows: int,
-        sizes: Sequence[int | None],
-        contents: Iterable[dict[str, Any]],
-        hook_state: dict[str, Any] | None = None,
-    ) -> None:
-        """Hold exactly this content of every layer after `total_tokens` tokens: see `Layer.dense_state`.
-
-        sizes: how many tokens each layer has the keys of; None for layers without keys. contents: taken one by one.
-        """
-        self.hook.load_state_dict(hook_state or {})
-        self.remove_suffixes()
-        slots = {layer.timeline: tokens for layer, tokens in zip(self.layers, sizes, strict=True) if tokens is not None}
-        for timeline in self.timelines:
-            timeline.adopt(total_tokens, slots.get(timeline), rows)
-        for layer, content in zip(self.layers, contents, strict=True):
-            layer.load_dense(content)
-
     def load_state_dict(
         self,
         timelines: Sequence[dict[str, Any]],
@@ -237,12 +217,14 @@ class LayerStack(LayerGroups):
         rows, _, total_tokens, _ = pairs[0][0].shape
         if self.finds_layers:
             self._make_layers([PLAIN] * len(pairs))
-        sizes = [layer.timeline.retention.surviving(total_tokens) for layer in self.layers]
-        contents = [
-            {name: tensor[:, :, total_tokens - tokens :] for name, tensor in zip(("keys", "values"), pair, strict=True)}
-            for tokens, pair in zip(sizes, pairs, strict=True)
-        ]
-        self.load_dense(total_tokens, rows, sizes, contents)
+        self.hook.load_state_dict({})
+        self.remove_suffixes()
+        for timeline in self.timelines:
+            timeline.adopt(total_tokens, None, rows)
+        for layer, pair in zip(self.layers, pairs, strict=True):
+            evicted = layer.timeline.evicted_tokens
+            content = zip(("keys", "values"), pair, strict=True)
+            layer.load_dense({name: tensor[:, :, evicted:] for name, tensor in content})
         self.log = None
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from caches.core.row_copies import join_rows
+from caches.core.row_transfer import join_rows
 from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.encoder_decoder import EncoderDecoder

@@ -9,7 +9,7 @@ import torch
 
 from caches.attention.kv_view import plain
 from caches.core.layer import Layer
-from caches.core.row_copies import select_rows
+from caches.core.row_transfer import select_rows
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import StepError, UnsupportedLayerError
 from caches.hf.shared_methods import SharedMethods

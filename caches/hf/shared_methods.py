@@ -49,6 +49,9 @@ class SharedMethods:
     def commit(self, rejected: int = 0) -> None: ...
 
     @abstractmethod
+    def crop(self, tokens: int) -> None: ...
+
+    @abstractmethod
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None: ...
 
     @property

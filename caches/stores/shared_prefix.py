@@ -26,7 +26,7 @@ class ForkedStore:
     def __init__(self, prefix: Store, suffix: Store, timeline: ForkedTimeline):
         self.prefix, self.suffix, self.timeline = prefix, suffix, timeline
         self.row_holders = prefix, suffix
-        self.is_quantized, self.storage_format = prefix.is_quantized, prefix.storage_format
+        self.is_quantized, self.storage_format = prefix.is_quantized, ("forked", prefix.storage_format)
         # A step changes the suffix alone.
         self.add, self.reserve, self.compact = suffix.add, suffix.reserve, suffix.compact
         self.commit, self.abort = suffix.commit, suffix.abort

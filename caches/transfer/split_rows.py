@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
+from caches.core.row_transfer import deal_rows, gather_rows
 from caches.errors import CacheError, StepError
 from caches.hf.no_cache import NoCache
 from caches.protocol import Capabilities, EngineCache, TokenLog, can_predict, capabilities
 from caches.transfer.convert import can_migrate
-from caches.transfer.dealing import deal_rows, gather_rows
 
 
 class SplitCache:

@@ -13,26 +13,24 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache as TransformersCache
 
-from caches import EngineCache, StepError, UnsupportedLayerError, branch, convert, inspect, load, recipe
-from caches.layers.read_by import ReadBy
-from caches.platform.out_of_memory import recovering
+from caches import EngineCache, branch, convert, inspect, load, recipe
 from caches.transfer.convert import can_migrate
 from configs import CacheConfig
 from configs.cache import DEFAULT_CACHE
 from engine.chat_template import OPTIONS, TemplateOptions
-from engine.decoding.chunking import FindPauses, Pause
+from engine.decoding.chunking import FindPauses
 from engine.errors import EngineError, InputError, OptionError
-from engine.model.model_lock import reader_now, turn_of
+from engine.model.model_lock import reader_now
 from engine.output.hf_streamers import ending
 from engine.prompt import EncodedPrompt
 from engine.result import Generation, StreamChunk
 from engine.reuse.conversation import Conversation, Message, TemplateText, flat
+from engine.reuse.resume_points import ResumePoints
 from engine.reuse.room import SIZES, HasModel, with_room_for
 from engine.reuse.token_index import common
 from engine.streaming import Stream
 
 _LEAST_ROOM = 512  # tokens, of a cache of fixed size
-_LATEST = 2  # branches that are kept besides the first and the newest
 _ONE_ANSWER = {"num_return_sequences": 1}  # a whole generation config may say more, for other calls
 _PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
@@ -75,7 +73,7 @@ class Chat:
         self._backend = {"cache": cache, "cache_config": cache_config}
         messages = () if system is None else ({"role": "system", "content": system},)
         self._conversation = Conversation(generator.tokenizer, messages)
-        self._branches: list[Any] = []  # of a cache that cannot take tokens back, as it was earlier
+        self._resume_points = ResumePoints(generator)
         self._turn_lock = threading.Lock()
         self.cache: Any = None
         if isinstance(cache, (EngineCache, TransformersCache)):
@@ -184,14 +182,14 @@ class Chat:
             options = TemplateOptions.of({name: parameters.get(name) for name in OPTIONS}).resolved(messages)
             asked = self._conversation.ids(messages, options)
             ids = torch.tensor([flat(asked)], device="cpu")
-            self._go_back_to(ids[0])
+            self.cache = self._resume_points.go_back(self.cache, ids[0])
             if self.cache is not None:
                 # Before the turn starts: one that fails ends the caller's streamer.
                 self.cache = with_room_for(self.cache, self._generator, EncodedPrompt(ids, is_chat=True), parameters)
         cache_options = self._backend if self.cache is None else {"cache": self.cache}
         # A strategy may not be able to go on from a cache.
         instead = self._without_size if self.cache is not None and self.cache.total_tokens else {}
-        pauses = partial(self._pauses, messages, ids[0])
+        pauses = partial(self._resume_points.pauses, partial(self._ends, messages, ids[0]))
         prompt = EncodedPrompt(ids, is_chat=True, stops_in_prompt=False)  # which the template has made
         chunks = self._start(prompt, cache_options | parameters, instead, pauses)
         finish = partial(self._finish, messages, asked, bool(options.continue_final_message))
@@ -258,58 +256,13 @@ class Chat:
                 self.cache = convert(self.cache, cache, **options)
             else:
                 recipe(cache).options.from_dict(options)
-            self._backend, self._branches = {"cache": cache, "cache_config": options or None}, []
+            self._backend = {"cache": cache, "cache_config": options or None}
+            self._resume_points.clear()
 
-    def _go_back_to(self, ids: torch.Tensor) -> None:
-        """Let the cache hold a beginning of `ids`, shorter than they are, as long as possible."""
-        try:
-            if self.cache is not None and self.cache.total_tokens > 0:
-                with turn_of(self._generator.model):
-                    self.cache.check_fits(self._generator.model.config)
-        except UnsupportedLayerError:  # the model has other layers by now
-            self.cache, self._branches = None, []
-        if self.cache is None:
-            return
-        facts = self._generator.facts
-        if facts.why_not_cut is not None:  # all of a turn is read at once
-            self._branches = []
-            self.cache.reset()
-            return
-        now = reader_now(self._generator.model)
-        common, plain = self._common(self.cache, ids, now), facts.plain_tokens
-        if common < self.cache.total_tokens:
-            if plain is not None and self.cache.total_tokens > plain and not (facts.starts_again and common > plain):
-                common = 0  # the keys are those of a longer text
-            try:
-                self.cache.crop(common) if common else self.cache.reset()
-            except StepError:
-                self.cache.reset()
-        self._branches = [cache for cache in self._branches if self._common(cache, ids, now) == cache.total_tokens]
-        longest = max(self._branches, key=lambda cache: cache.total_tokens, default=self.cache)
-        if longest.total_tokens > self.cache.total_tokens:
-            self.cache = branch(longest)
-
-    def _common(self, cache: EngineCache, ids: torch.Tensor, now: ReadBy) -> int:
-        """How many of the cache's tokens begin `ids`, which go on behind them; 0 if they were not read by the model as
-        it is now."""
-        log = cache.log
-        if log is None or log.why_other(now) is not None:
-            return 0
-        cached_ids = log.ids[0, : cache.total_tokens].to(ids.device)
-        limit = min(len(cached_ids), len(ids) - 1)
-        return int((cached_ids[:limit] == ids[:limit]).long().cumprod(dim=0).sum())
-
-    def _pauses(self, messages: tuple[Message, ...], ids: torch.Tensor, cache: Any) -> list[Pause]:
-        """Where the conversation may be taken up again, behind what the cache holds of the ids [tokens], which is kept.
-
-        Nowhere if tokens can be taken back from the cache.
-        """
-        if not can_migrate(cache) or cache.is_croppable:
-            return []
-        self._keep_branch(cache)
+    def _ends(self, messages: tuple[Message, ...], ids: torch.Tensor) -> set[int]:
+        """How many of the ids [tokens] are read up to the end of the system message, and of the last message."""
         system_messages = messages[: int(messages[0]["role"] == "system")]
-        ends = {self._end_of(system_messages, ids), self._end_of(messages, ids)}
-        return [Pause(end, self._keep_branch) for end in sorted(ends) if end > cache.total_tokens]
+        return {self._end_of(system_messages, ids), self._end_of(messages, ids)}
 
     def _end_of(self, messages: tuple[Message, ...], ids: torch.Tensor) -> int:
         """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
@@ -318,14 +271,6 @@ class Chat:
             prefix = flat(self._conversation.ids(messages)) if messages else []
         return min(common(prefix, ids.tolist()), len(ids) - 1)
 
-    def _keep_branch(self, cache: Any) -> None:
-        """Keep a copy of the cache as it is, if none of its length is kept: the first, which ends with the system
-        message, and the latest stay."""
-        if cache.total_tokens == 0 or any(stored.total_tokens == cache.total_tokens for stored in self._branches):
-            return
-        with recovering():  # without memory for it a later turn reads more
-            self._branches = [*self._branches[:1], *self._branches[1:][-_LATEST:], branch(cache)]
-
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
         with self._between_turns():
@@ -333,7 +278,7 @@ class Chat:
             chat._conversation, chat.last = self._conversation, self.last
             if self.cache is not None:
                 chat.cache = branch(self.cache)
-            chat._branches = list(self._branches)
+            chat._resume_points = self._resume_points.copied()
             return chat
 
     # Files.
@@ -367,7 +312,8 @@ class Chat:
             segments = tuple(TemplateText(text, tuple(ids)) for text, ids in notes["segments"])
             messages, begun = tuple(notes["messages"]), dict(notes.get("begun") or ())
             self._conversation = Conversation(self._generator.tokenizer, messages, segments, begun)
-            self._branches, self.last = [], None
+            self._resume_points.clear()
+            self.last = None
 
 
 def _checked(parameters: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from trial import Trial, refused, storage, with_room
 
 import caches
-from caches.core.layer import Layer
+from caches.stores.offloaded import OffloadedStore
 from engine.memory.peak_memory import PeakMemory
 
 pytestmark = pytest.mark.covering("values", "pairs")
@@ -155,15 +155,15 @@ def test_rows_are_copied_layer_by_layer(monkeypatch):
     events = []
 
     def telling(name, does):
-        return lambda layer, *given: events.append(name) or does(layer, *given)
+        return lambda store, *given: events.append(name) or does(store, *given)
 
     trial = with_room("offloaded", "full", 8)
     trial.step(20)
     for name in ("state_dict", "load_state_dict"):
-        monkeypatch.setattr(Layer, name, telling(name, getattr(Layer, name)))
+        monkeypatch.setattr(OffloadedStore, name, telling(name, getattr(OffloadedStore, name)))
     caches.join_rows([caches.select_rows(trial.cache, torch.tensor([row])) for row in (1, 0)])
-    layers = len(trial.cache.layers)
-    assert events == 2 * layers * ["state_dict", "load_state_dict"] + layers * [
+    stores = 2 * len(trial.cache.layers)
+    assert events == 2 * stores * ["state_dict", "load_state_dict"] + stores * [
         "state_dict",
         "state_dict",
         "load_state_dict",

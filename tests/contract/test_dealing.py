@@ -13,8 +13,8 @@ from trial import Trial, with_room
 from unfinished import OUT, asked
 
 import caches
-from caches.transfer import dealing
-from caches.transfer.dealing import deal_rows, gather_rows
+from caches.core.row_transfer import deal_rows, gather_rows
+from caches.core.transfer import Share
 from engine.memory.peak_memory import PeakMemory
 
 INDEXES = [[0, 1], [2, 3]]
@@ -196,18 +196,18 @@ def test_an_encoders_part_is_gathered_where_the_decoders_is_empty():
 
 def test_what_can_neither_be_gathered_nor_brought_back_is_empty_everywhere(monkeypatch):
     parts = dealt(four_rows("dynamic", "full", forks=False))
-    gather, gone = dealing._Share.gather, iter(range(100))
+    apply, gone = Share.apply, iter(range(100))
 
     def fails_late(share):
         if next(gone) == 3:
             raise MemoryError
-        gather(share)
+        apply(share)
 
     def fails(share):
         raise MemoryError
 
-    monkeypatch.setattr(dealing._Share, "gather", fails_late)
-    monkeypatch.setattr(dealing._Share, "deal", fails)
+    monkeypatch.setattr(Share, "apply", fails_late)
+    monkeypatch.setattr(Share, "undo", fails)
     with pytest.raises(caches.StepError, match="so did bringing back"):
         gather_rows([part.cache for part in parts])
     assert [(part.cache.total_tokens, part.cache.batch_size, part.cache.bytes) for part in parts] == [(0, -1, 0)] * 2

@@ -19,8 +19,9 @@ from unfinished import CHOICES, OUT, asked, chosen, goes_on, prepared
 
 import caches
 from caches.attention.kv_view import plain
+from caches.core.transfer import Share
 from caches.quantization.codec import Affine
-from caches.transfer import migrate
+from caches.transfer import convert
 from caches.transfer.convert import empty_for
 from configs import ConfigError
 
@@ -162,15 +163,15 @@ def test_hardly_more_than_a_layer_is_there_twice(backend, monkeypatch):
     trial = with_room(backend, "full", 8)
     for count in (100, 1, 30):
         trial.step(count)
-    twice, handed, before = [], migrate._hand_over, trial.cache.bytes
+    twice, handed, before = [], Share._hand_over, trial.cache.bytes
     found: list[caches.Cache] = []
-    monkeypatch.setattr(migrate, "empty_for", lambda *given: found.append(empty_for(*given)) or found[-1])
+    monkeypatch.setattr(convert, "empty_for", lambda *given: found.append(empty_for(*given)) or found[-1])
 
     def hand_over(*given):
         handed(*given)
         twice.append(trial.cache.bytes + found[0].bytes)
 
-    monkeypatch.setattr(migrate, "_hand_over", hand_over)
+    monkeypatch.setattr(Share, "_hand_over", hand_over)
     moved(trial, "offloaded_quantized" if backend == "quantized" else "offloaded to disk", "full")
     assert len(twice) == 2 * 4
     assert max(twice) <= before + before / 4

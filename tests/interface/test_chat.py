@@ -615,7 +615,7 @@ def test_a_branch_that_has_no_memory_is_not_kept(tokenizer, monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return caches.branch(cache)
 
-    monkeypatch.setattr("engine.reuse.chat.branch", out_once)
+    monkeypatch.setattr("engine.reuse.resume_points.branch", out_once)
     chat = generator.chat(max_new_tokens=TOKENS)
     check_turn(generator, chat, chat.send("import os"), {})
     assert faults

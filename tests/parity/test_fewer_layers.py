@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import caches
 import engine
-from caches.transfer.dealing import deal_rows, gather_rows
+from caches.core.row_transfer import deal_rows, gather_rows
 
 NAMES = ["llama", "gemma2", "qwen3", "bamba"]
 
