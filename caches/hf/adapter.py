@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from transformers import cache_utils
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
 
@@ -129,7 +129,7 @@ class HFCacheAdapter:
             yield from _tensors(layer)
             yield from _tensors_of(quantized_parts(layer))
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         """Whether it is for models with an encoder; transformers' layers do not say what they were built for."""
         if quirks_of(model_config).has_own_cache:
             raise UnsupportedLayerError(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.core.cache_layout import CacheLayout
@@ -58,7 +59,7 @@ class Cache(ModelCalls, TransformersCache):
         """An empty cache of the same layout; a preallocated one with room for the rows of its first step."""
         return type(self)(self.stack.empty_layout(max_rows))
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         specs = read_specs(model_config)
         if self.stack.finds_layers and self.total_tokens == 0:
             self.stack.bind_layers(specs)

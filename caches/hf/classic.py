@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
 from caches.core.row_copies import join_rows
 from caches.errors import StepError, UnsupportedLayerError
@@ -20,7 +21,9 @@ from caches.registry import build, recipe
 from configs import ConfigError, QuantizedCacheConfig
 
 
-def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config: Any = None) -> Cache | EncoderDecoder:
+def from_legacy_cache(
+    past_key_values: Sequence[Sequence[torch.Tensor]], config: PreTrainedConfig | None = None
+) -> Cache | EncoderDecoder:
     """A dynamic cache that holds tuples of keys and values [rows, kv_heads, tokens, head_dim], one per layer.
 
     Four tensors per layer, the last two of the cross-attention, make one for an encoder-decoder model. config: the
@@ -53,7 +56,7 @@ def from_legacy_cache(past_key_values: Sequence[Sequence[torch.Tensor]], config:
 class DynamicCache:
     """Grows as tokens come. Without a `config` its layers appear as they are used, all of full attention."""
 
-    def __new__(cls, config: Any = None, *, offloading: bool = False, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig | None = None, *, offloading: bool = False, **options: Any) -> Any:
         return _build("offloaded" if offloading else "dynamic", config, options)
 
     from_legacy_cache = staticmethod(from_legacy_cache)
@@ -63,21 +66,21 @@ class DynamicCache:
 class StaticCache:
     """Fixed size, tensors that never move."""
 
-    def __new__(cls, config: Any, *, offloading: bool = False, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig, *, offloading: bool = False, **options: Any) -> Any:
         return _build("offloaded_static" if offloading else "static", config, options)
 
 
 class OffloadedCache:
     """`DynamicCache` of which the device only has the layers at work."""
 
-    def __new__(cls, config: Any = None, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig | None = None, **options: Any) -> Any:
         return DynamicCache(config, offloading=True, **options)
 
 
 class OffloadedStaticCache:
     """`StaticCache` of which the device only has the layers at work. offload_device: the host's."""
 
-    def __new__(cls, config: Any, *, offload_device: Any = "cpu", **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig, *, offload_device: object = "cpu", **options: Any) -> Any:
         if str(offload_device) != "cpu":
             raise ConfigError(
                 f"offload_device={str(offload_device)!r}, but layers can wait in host memory ('cpu') only, or in a "
@@ -89,7 +92,7 @@ class OffloadedStaticCache:
 class QuantizedCache:
     """Older keys and values in few bits. Without a `config` its layers appear as they are used."""
 
-    def __new__(cls, backend: str, config: Any = None, **options: Any) -> Any:
+    def __new__(cls, backend: str, config: PreTrainedConfig | None = None, **options: Any) -> Any:
         return _build("quantized", config, options | {"backend": backend})
 
 
@@ -98,7 +101,9 @@ class QuantoQuantizedCache:
 
     backend = "quanto"
 
-    def __new__(cls, cache_config: QuantizedCacheConfig | None = None, config: Any = None, **options: Any) -> Any:
+    def __new__(
+        cls, cache_config: QuantizedCacheConfig | None = None, config: PreTrainedConfig | None = None, **options: Any
+    ) -> Any:
         if cache_config is not None:
             options = {**cache_config.to_dict(use_diff=True), **options}
             options.pop("name")
@@ -119,7 +124,7 @@ class HQQQuantizedCache(QuantoQuantizedCache):
 class HybridCache:
     """`StaticCache` for models of which some layers look back at a window only."""
 
-    def __new__(cls, config: Any, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig, **options: Any) -> Any:
         return _build("hybrid", config, options)
 
 
@@ -130,7 +135,7 @@ class HybridChunkedCache(HybridCache):
 class SlidingWindowCache:
     """Only the last tokens: the model's own window, or one imposed with `window_length`."""
 
-    def __new__(cls, config: Any, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig, **options: Any) -> Any:
         return _build("sliding_window", config, options)
 
 
@@ -145,7 +150,7 @@ class SinkCache:
         cls,
         window_length: int,
         num_sink_tokens: int = 4,
-        config: Any = None,
+        config: PreTrainedConfig | None = None,
         pads: Sequence[int] | None = None,
         **options: Any,
     ) -> Any:
@@ -157,14 +162,14 @@ class SinkCache:
 class MambaCache:
     """The states of a model without attention."""
 
-    def __new__(cls, config: Any, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig, **options: Any) -> Any:
         return _build("mamba", config, options)
 
 
 class HybridMambaAttentionDynamicCache:
     """`DynamicCache` for models with attention and states."""
 
-    def __new__(cls, config: Any, **options: Any) -> Any:
+    def __new__(cls, config: PreTrainedConfig, **options: Any) -> Any:
         specs = read_specs(config)
         if not (any(spec.keeps_state for spec in specs) and any(spec.keeps_kv for spec in specs)):
             layers = ", ".join(dict.fromkeys(spec.layer_type for spec in specs))
@@ -207,7 +212,7 @@ def _of_encoder(cache: Cache | EncoderDecoder) -> Cache:
     return self_cache
 
 
-def _build(name: str, config: Any, options: dict[str, Any]) -> Any:
+def _build(name: str, config: PreTrainedConfig | None, options: dict[str, Any]) -> Any:
     if config is None:
         return recipe(name).make(None, recipe(name).options.from_dict(_spelled(options)))
     return build(name, config, **_spelled(options))
@@ -227,5 +232,5 @@ def _spelled(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _device(device: Any) -> str:
+def _device(device: object) -> str:
     return f"cuda:{device}" if isinstance(device, int) else str(device)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
 from caches.errors import UnsupportedLayerError
@@ -42,7 +42,7 @@ class EncoderDecoder(ClassicNames, TransformersEncoderDecoderCache):
         """An empty cache of the same layouts."""
         return type(self)(*(cache.empty_like(max_rows) for cache in self.parts))
 
-    def check_fits(self, model_config: Any) -> None:
+    def check_fits(self, model_config: PreTrainedConfig) -> None:
         if not model_config.is_encoder_decoder:
             raise UnsupportedLayerError("it was built for an encoder-decoder model, and this one has no encoder")
         self.self_attention_cache.check_fits(model_config)
@@ -118,7 +118,7 @@ class Updated(dict):
     def __len__(self) -> int:
         return len(self._cross.stack.layers)
 
-    def get(self, layer_idx: int, default: Any = None) -> bool:
+    def get(self, layer_idx: int, default: object = None) -> bool:
         if self._cross.implicit.has_reached(layer_idx):  # in a forward before this one
             self._cross.finish_step()
         return self._cross.batch_size != -1 and not self._cross.stack.is_open

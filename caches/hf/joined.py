@@ -8,7 +8,6 @@ that compute it otherwise get padded copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -83,7 +82,7 @@ class JoinedCaches(TransformersCache, AttentionView):
     # What models call.
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = zip(self.parts, key_states.split(self.sizes), value_states.split(self.sizes), strict=True)
         pairs = [cache.update(keys, values, layer_idx) for cache, keys, values in inputs]
@@ -107,16 +106,21 @@ class JoinedCaches(TransformersCache, AttentionView):
         return span.kind == "all" or (span.kind == "window" and slots <= (span.size or slots))
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *args: Any, **kwargs: Any
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
     ) -> torch.Tensor:
         self._states.pop((CONV, layer_idx, state_idx), None)
         inputs = zip(self.parts, conv_states.split(self.sizes), strict=True)
         return torch.cat(
-            [cache.update_conv_state(rows, layer_idx, state_idx, *args, **kwargs) for cache, rows in inputs]
+            [cache.update_conv_state(rows, layer_idx, state_idx, conv_kernel_size) for cache, rows in inputs]
         )
 
     def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
     ) -> torch.Tensor:
         self._states.pop((RECURRENT, layer_idx, state_idx), None)
         for cache, rows in zip(self.parts, recurrent_states.split(self.sizes), strict=True):

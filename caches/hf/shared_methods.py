@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -124,7 +124,9 @@ class SharedMethods:
         """How many bytes more it will take of the device when there is room for `tokens` more."""
         return self.stacks[0].growth(tokens)
 
-    def save(self, path: str | Path, model: torch.nn.Module | None = None, notes: dict[str, Any] | None = None) -> None:
+    def save(
+        self, path: str | Path, model: torch.nn.Module | None = None, notes: dict[str, object] | None = None
+    ) -> None:
         """Write it to a safetensors file, from which `caches.load` makes it again.
 
         model: whose forwards filled it; by default the one that the engine ran. notes: in types of JSON, for

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.nn.functional import pad
@@ -38,10 +38,16 @@ class GuidedSession:
     def fed(self) -> int:
         return max(0, self._session.fed - self._lead)
 
-    def forward(self, tokens: torch.Tensor, *flags: Any, **options: Any) -> tuple[ModelOutput, torch.Tensor | None]:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        hidden: bool = False,
+        all_logits: bool = False,
+        computed: ModelOutput | None = None,
+    ) -> tuple[ModelOutput, torch.Tensor | None]:
         """See `ModelSession.forward`. The outputs have the prompts' rows alone, and also `unguided_logits`."""
         rows, columns = tokens.shape
-        outputs, states = self._session.forward(self._of_both(tokens), *flags, **options)
+        outputs, states = self._session.forward(self._of_both(tokens), hidden, all_logits, computed)
         for name in ("attentions", "hidden_states"):
             if name in outputs:
                 outputs[name] = tree_map(lambda record: self._of_prompts(record, rows, columns), outputs[name])

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from transformers.utils import ModelOutput
@@ -29,6 +29,8 @@ from engine.result import Fallback, Generation, Stats, StreamChunk
 from strategies import Crop, Emit, Finish, Flow, Forward, Report, Rows
 
 T = TypeVar("T")
+ForwardResult: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+"""Logits [rows, (tokens,) vocabulary], with the last hidden states where they were asked for."""
 _logger = logging.getLogger("engine")
 
 
@@ -109,7 +111,7 @@ class DecodingLoop:
             select = self.transcript.row_selection(index)
         select()
 
-    def perform(self, operation: Emit | Crop | Rows | Report | Finish) -> tuple[Any, list[StreamChunk]]:
+    def perform(self, operation: Emit | Crop | Rows | Report | Finish) -> tuple[torch.Tensor | None, list[StreamChunk]]:
         """Carry out one operation of the flow, not a `Forward`: its result, and what there is to show."""
         match operation:
             case Emit(tokens, scores):
@@ -141,7 +143,7 @@ class DecodingLoop:
         remaining = self.session.read_piece(forward.tokens, max_tokens)
         return None if remaining is None else forward._replace(tokens=remaining)
 
-    def forward(self, forward: Forward, computed: ModelOutput | None = None) -> Any:
+    def forward(self, forward: Forward, computed: ModelOutput | None = None) -> ForwardResult:
         """Carry out a `Forward`: its result. computed: the outputs, where it was part of a joined step."""
         fed: int | None = self.session.fed
         if fed and not self.clock.has_first_token:  # these tokens are the first, though a search emits them at its end

@@ -172,7 +172,7 @@ class Transcript:
             return texts
         return [decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in self.tokens.new()]
 
-    def parsed(self, text: list[str] | None) -> list[Any] | None:
+    def parsed(self, text: list[str] | None) -> list[object] | None:
         """What texts mean that a constraint has given a form; None where none has."""
         if self._request.grammar is None or text is None:
             return None

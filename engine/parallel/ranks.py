@@ -52,7 +52,7 @@ class OneProcess:
     def resume(self) -> None:
         """Before a call is read, or a batch is made: go on together after a call that has failed."""
 
-    def begin(self, device: torch.device, *call: Any) -> None:
+    def begin(self, device: torch.device, *call: object) -> None:
         """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
 
     def together(self) -> AbstractContextManager[None]:
@@ -106,7 +106,7 @@ class Ranks(OneProcess):
         if self._is_apart:
             self.meet()
 
-    def begin(self, device: torch.device, *call: Any) -> None:
+    def begin(self, device: torch.device, *call: object) -> None:
         self._is_failing = self._is_apart = False
         self._noted = crc32(repr(call).encode())
         self.check()

@@ -11,7 +11,6 @@ import weakref
 from contextlib import suppress
 from itertools import count
 from types import TracebackType
-from typing import Any
 
 from engine.errors import EngineError, OptionError
 from engine.out_of_memory import in_words
@@ -45,7 +44,7 @@ class Batch:
         _batches.add(self)
         self._thread.start()
 
-    def submit(self, inputs: Any = None, **parameters: Any) -> BatchRequest:
+    def submit(self, inputs: object = None, **parameters: object) -> BatchRequest:
         """Queue one prompt. inputs, parameters: as of `generate`, without a streamer; wrong ones are its error."""
         with self._lock:
             if self._is_closed:
@@ -169,7 +168,7 @@ def _close_all() -> None:
             batch._close(cancel=True, timeout=_EXIT_S)
 
 
-def _sent(requests: list[BatchRequest]) -> list[tuple[int, Any, dict[str, Any]]]:
+def _sent(requests: list[BatchRequest]) -> list[tuple[int, object, dict[str, object]]]:
     """What other ranks need of these requests. They are cancelled on rank 0."""
     parameters_of_all = [
         {name: value for name, value in request.parameters.items() if name != "cancellation"} for request in requests

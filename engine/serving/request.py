@@ -13,7 +13,7 @@ from typing import Any
 from engine.result import Generation, StreamChunk
 
 
-def _as_it_is(inputs: Any) -> Any:
+def _as_it_is(inputs: object) -> object:
     """Lists and dicts copied: the caller may add a message to its list while the prompt waits."""
     if type(inputs) is list:
         return [_as_it_is(entry) for entry in inputs]
@@ -28,8 +28,9 @@ class BatchRequest:
     index: its number among those of the batch, from 0. inputs, parameters: as of `generate`.
     """
 
-    def __init__(self, index: int, inputs: Any, parameters: dict[str, Any]):
-        self.index, self.inputs, self.parameters = index, _as_it_is(inputs), parameters
+    def __init__(self, index: int, inputs: object, parameters: dict[str, object]):
+        self.index, self.inputs = index, _as_it_is(inputs)
+        self.parameters: dict[str, Any] = parameters
         self._future: Future[Generation] = Future()
         self._future.set_running_or_notify_cancel()  # a task that is cancelled while it waits does not end it
         self._cancelled = threading.Event()
@@ -93,7 +94,7 @@ class BatchRequest:
         self._chunks.put(None)
         self.result()
 
-    def __await__(self) -> Generator[Any, None, Generation]:
+    def __await__(self) -> Generator[object, None, Generation]:
         return asyncio.wrap_future(self._future).__await__()
 
     def __repr__(self) -> str:
