@@ -14,7 +14,6 @@ from transformers.utils import ModelOutput
 from caches import CacheError
 from caches.platform.out_of_memory import recovering
 from caches.platform.torch_api import write_count
-from engine.decoding.guided_session import GuidedSession
 from engine.decoding.model_session import ModelSession
 from engine.decoding.run_clock import RunClock
 from engine.decoding.transcript import Transcript
@@ -44,7 +43,7 @@ class DecodingLoop:
     def __init__(
         self,
         request: Request,
-        session: ModelSession | GuidedSession,
+        session: ModelSession,
         stream_buffer: StreamBuffer,
         clock: RunClock,
         *,

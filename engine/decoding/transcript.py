@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from caches.platform.out_of_memory import recovering
-from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
 from engine.decoding.records import Checkpoints, Records
@@ -30,7 +29,7 @@ class Transcript:
     def __init__(
         self,
         request: Request,
-        session: ModelSession | GuidedSession,
+        session: ModelSession,
         stream_buffer: StreamBuffer,
         clock: RunClock,
         ranks: OneProcess,

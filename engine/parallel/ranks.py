@@ -3,7 +3,8 @@
 Each rank runs the same calls with the same arguments and has a part of every layer's weights and of the cache. Ranks
 exchange a few numbers at the same places of their programs: before every collective operation of the model, at the end
 of every piece of work that may fail, and before decisions that depend on time, memory or the user. A rank that fails
-does its next exchange at once, so that all fail at their next exchange, and none waits in a collective operation.
+does its next exchange at once, so that all fail at their next exchange, and none waits in a collective operation. No
+rank leads: each may fail, be stopped or run out of memory, and what one alone decided would not reach it in time.
 """
 
 from __future__ import annotations
