@@ -192,14 +192,16 @@ class RunBuilder:
         )
         prefix = CachedPrefix(request.lengths.cached, request.lengths.embedded)
         all_pauses = sorted((*own_pauses, *reused.pauses), key=lambda pause: pause.columns)
-        session = ModelSession(runner, reused.cache, columns, inputs, prefix, options, all_pauses)
+        arguments = runner, reused.cache, columns, inputs, prefix, options, all_pauses
+        guidance = request.guidance
+        session = ModelSession(*arguments) if guidance is None else GuidedSession(guidance, *arguments)
         draft_session = None
         if draft is not None and draft_request is not None:
             options = SessionOptions(request.chunk_tokens, stop.check, draft_recovery.apply_next, ranks)
             draft_session = draft.session(draft_request, options)
         loop = DecodingLoop(
             request,
-            session if request.guidance is None else GuidedSession(session, request.guidance),
+            session,
             _stream_buffer(request, call, streams),
             RunClock(started),
             tokenizer=call.tokenizer,

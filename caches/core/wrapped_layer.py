@@ -152,5 +152,5 @@ class WrappedLayer:
         return f"WrappedLayer({self.spec.layer_type}, {type(self._layer).__name__})"
 
 
-def _is_data(value: Any) -> bool:
+def _is_data(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0

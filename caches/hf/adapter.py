@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import EncoderDecoderCache, QuantizedLayer, StaticLayer
+from transformers.cache_utils import CacheLayerMixin, EncoderDecoderCache, QuantizedLayer, StaticLayer
 
 from caches.core.row_selection import keeps_all_rows, repeated
 from caches.errors import StepError, UnsupportedLayerError
@@ -25,7 +24,9 @@ _QUANTIZED = getattr(cache_utils, "BaseQuantizedLayer", QuantizedLayer)  # not i
 
 # Of caches that the engine filled: their token log, how many tokens it fed, how many of them it lacks, and the tensors
 # with their versions.
-_logs: WeakKeyDictionary[TransformersCache, tuple[TokenLog, int, int, list[tuple[Any, int]]]] = WeakKeyDictionary()
+_logs: WeakKeyDictionary[TransformersCache, tuple[TokenLog, int, int, list[tuple[ref[torch.Tensor], int]]]] = (
+    WeakKeyDictionary()
+)
 
 
 class HFCacheAdapter:
@@ -54,7 +55,7 @@ class HFCacheAdapter:
         if self.log is None:
             self._read = self._evicted = 0
         self._index: torch.Tensor | None = None  # while rows are chosen: of which rows,
-        self._left: list[Any] = []  # and the layers that still have those of before
+        self._left: list[CacheLayerMixin] = []  # and the layers that still have those of before
         self.name = type(cache).__name__
 
     @property
@@ -121,7 +122,7 @@ class HFCacheAdapter:
         return [self._own] if self._own is self._cache else [self._own, self._cache.cross_attention_cache]
 
     @property
-    def _layers(self) -> list[Any]:
+    def _layers(self) -> list[CacheLayerMixin]:
         return [layer for section in self.sections for layer in section.layers]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -216,7 +217,7 @@ class HFCacheAdapter:
                 return f"a {type(layer).__name__} of transformers' cannot give tokens back"
         return None
 
-    def _can_take_back(self, layer: object, tokens: int) -> bool:
+    def _can_take_back(self, layer: CacheLayerMixin, tokens: int) -> bool:
         """Whether the layer's last tokens can be cropped; states and codes only go back by the open step."""
         if _restores_attributes(layer):
             return self._tokens_before is not None and tokens == self._tokens
@@ -226,7 +227,7 @@ class HFCacheAdapter:
             return False
         return getattr(layer, "is_croppable", False) and (not _is_full(layer) or getattr(layer, "record_past", False))
 
-    def _take_back(self, index: int, layer: object, tokens: int) -> None:
+    def _take_back(self, index: int, layer: CacheLayerMixin, tokens: int) -> None:
         attributes = self._before[index] if index < len(self._before) else None
         if attributes is None:
             _crop(layer, tokens)
@@ -300,48 +301,48 @@ def may_be_lost(cache: EngineCache) -> bool:
     return capabilities(cache).rollback == "sometimes"
 
 
-def _is_filled(layer: object) -> bool:
+def _is_filled(layer: CacheLayerMixin) -> bool:
     return hasattr(layer, "get_seq_length") and getattr(layer, "is_initialized", False)
 
 
-def _is_fixed(layer: object) -> bool:
+def _is_fixed(layer: CacheLayerMixin) -> bool:
     """Whether it writes into tensors of the full size, where what is behind the last token is not read."""
     return type(layer) is StaticLayer
 
 
-def _crop(layer: Any, tokens: int) -> None:
+def _crop(layer: CacheLayerMixin, tokens: int) -> None:
     if _is_fixed(layer):
         layer.cumulative_length.sub_(tokens)  # in place: a graph may know it
     else:
         layer.crop(-tokens)
 
 
-def _is_window(layer: object) -> bool:
+def _is_window(layer: CacheLayerMixin) -> bool:
     return hasattr(layer, "record_past") and hasattr(layer, "sliding_window") and not _is_state(layer)
 
 
-def _is_full(layer: Any) -> bool:
+def _is_full(layer: CacheLayerMixin) -> bool:
     """Whether it has a window, and as many tokens as that."""
     window = getattr(layer, "sliding_window", None)
     return window is not None and _is_filled(layer) and int(layer.get_seq_length()) >= window
 
 
-def _is_state(layer: object) -> bool:
+def _is_state(layer: CacheLayerMixin) -> bool:
     return hasattr(layer, _STATES[0])
 
 
-def _restores_attributes(layer: object) -> bool:
+def _restores_attributes(layer: CacheLayerMixin) -> bool:
     """Whether it is taken back by putting its attributes back: states, and codes of tokens encoded together."""
     return _is_state(layer) or isinstance(layer, _QUANTIZED)
 
 
-def _rows(layer: object) -> int | None:
+def _rows(layer: CacheLayerMixin) -> int | None:
     if isinstance(layer, _QUANTIZED):
         return quantized_rows(layer) if _is_filled(layer) else None
     return next((tensor.shape[0] for tensor in _tensors(layer) if tensor.numel() > 0), None)
 
 
-def _tensors(layer: object) -> Iterator[torch.Tensor]:
+def _tensors(layer: CacheLayerMixin) -> Iterator[torch.Tensor]:
     """What it holds as it came, not as codes."""
     return _tensors_of([getattr(layer, name, None) for name in ("keys", "values", *_STATES)])
 
@@ -361,7 +362,7 @@ def _tensors_of(value: object) -> Iterator[torch.Tensor]:
             yield from _tensors_of(element)
 
 
-def _attributes(layer: object) -> dict[str, object]:
+def _attributes(layer: CacheLayerMixin) -> dict[str, object]:
     """The layer's attributes, to be put back: keys that count are never written in place, states and clocks are."""
 
     def copied(value: object) -> object:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.core.cache_layout import CacheLayout

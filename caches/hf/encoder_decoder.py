@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import EncoderDecoderCache as TransformersEncoderDecoderCache
 
 from caches.errors import UnsupportedLayerError
 from caches.hf.cache import Cache
 from caches.hf.classic_names import ClassicNames
 from caches.protocol import Capabilities
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class EncoderDecoder(ClassicNames, TransformersEncoderDecoderCache):

@@ -8,7 +8,6 @@ that compute it otherwise get padded copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache as TransformersCache
@@ -112,12 +111,17 @@ class JoinedCaches(TransformersCache, AttentionView):
         return span.kind == "all" or (span.kind == "window" and slots <= (span.size or slots))
 
     def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, *args: Any, **kwargs: Any
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **kwargs: object,
     ) -> torch.Tensor:
         self._states.pop((CONV, layer_idx, state_idx), None)
         inputs = zip(self.parts, conv_states.split(self.sizes), strict=True)
         return torch.cat(
-            [cache.update_conv_state(rows, layer_idx, state_idx, *args, **kwargs) for cache, rows in inputs]
+            [cache.update_conv_state(rows, layer_idx, state_idx, conv_kernel_size) for cache, rows in inputs]
         )
 
     def update_recurrent_state(

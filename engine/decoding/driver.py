@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from transformers.utils import ModelOutput
@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 from caches.platform.out_of_memory import Exhausted, empty_allocators, in_words, is_out_of_memory, without_frames
 from caches.platform.torch_api import set_grad_enabled
 from caches.platform.undo import on_failure
-from engine.decoding.loop import DecodingLoop
+from engine.decoding.loop import DecodingLoop, ForwardResult
 from engine.decoding.stopping import Cancellation, StopAsked
 from engine.errors import (
     GenerationCancelled,
@@ -29,6 +29,7 @@ from strategies import Flow, Forward, NoCandidateError
 
 _Result = TypeVar("_Result")
 Turn: TypeAlias = StreamChunk | Forward | None
+Answer: TypeAlias = ForwardResult | None
 
 
 class Driver:
@@ -121,7 +122,7 @@ class Driver:
         """Perform the operations of the flow until all rows have ended."""
         with self._cancellation.noting_keys():
             self.loop.stream_buffer.begin()
-        answers: list[Any] = [None]  # at most one: nothing else keeps scores while the next ones are computed
+        answers: list[Answer] = [None]  # at most one: nothing else keeps scores while the next ones are computed
         while not self.loop.done:
             forward, chunks = None, list[StreamChunk]()
             with self._cancellation.noting_keys():
@@ -153,7 +154,7 @@ class Driver:
 
     def _with_others(
         self, forward: Forward, piece_tokens: Callable[[], int]
-    ) -> Generator[Turn, ModelOutput | None, Any]:
+    ) -> Generator[Turn, ModelOutput | None, ForwardResult]:
         """Perform `forward` in turns: see `turns`."""
         while True:
             with self._cancellation.noting_keys():

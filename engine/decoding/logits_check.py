@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from engine.decoding.guided_session import GuidedSession
 from engine.decoding.model_session import ModelSession
 from engine.decoding.stopping import Stopping
 from engine.decoding.token_buffer import Sent, Tokens, arrived
@@ -44,7 +43,7 @@ class _Values(NamedTuple):
 class LogitsCheck:
     """Its methods raise `NoCandidateError`, and roll `session` back. stopping: knows which rows have ended."""
 
-    def __init__(self, request: Request, tokens: Tokens, session: ModelSession | GuidedSession, stopping: Stopping):
+    def __init__(self, request: Request, tokens: Tokens, session: ModelSession, stopping: Stopping):
         self._processing, self._tokens, self._session, self._stopping = request.processing, tokens, session, stopping
         self._prompts, self._prompt_columns = len(request.prompt.ids), request.prompt.columns
         # +inf is the best there is, but nothing can be weighed against it.

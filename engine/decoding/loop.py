@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from transformers.utils import ModelOutput
@@ -15,7 +15,6 @@ from caches import CacheError
 from caches.platform.device_state import Peak, rewinding
 from caches.platform.out_of_memory import Exhausted, recovering
 from caches.platform.torch_api import write_count
-from engine.decoding.guided_session import GuidedSession
 from engine.decoding.model_session import ModelSession
 from engine.decoding.run_clock import RunClock
 from engine.decoding.transcript import Transcript
@@ -28,6 +27,8 @@ from engine.result import Fallback, Generation, Stats, StreamChunk
 from strategies import Crop, Emit, Finish, Flow, Forward, Report, Rows
 
 T = TypeVar("T")
+ForwardResult: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+"""Logits [rows, (tokens,) vocabulary], with the last hidden states where they were asked for."""
 _logger = logging.getLogger("engine")
 
 
@@ -41,7 +42,7 @@ class DecodingLoop:
     def __init__(
         self,
         request: Request,
-        session: ModelSession | GuidedSession,
+        session: ModelSession,
         stream_buffer: StreamBuffer,
         clock: RunClock,
         *,
@@ -108,7 +109,7 @@ class DecodingLoop:
             select = self.transcript.row_selection(index)
         select()
 
-    def perform(self, operation: Emit | Crop | Rows | Report | Finish) -> tuple[Any, list[StreamChunk]]:
+    def perform(self, operation: Emit | Crop | Rows | Report | Finish) -> tuple[torch.Tensor | None, list[StreamChunk]]:
         """Carry out one operation of the flow, not a `Forward`: its result, and what there is to show."""
         match operation:
             case Emit(tokens, scores):
@@ -140,7 +141,7 @@ class DecodingLoop:
         remaining = self.session.read_piece(forward.tokens, max_tokens)
         return None if remaining is None else forward._replace(tokens=remaining)
 
-    def forward(self, forward: Forward, computed: ModelOutput | None = None) -> Any:
+    def forward(self, forward: Forward, computed: ModelOutput | None = None) -> ForwardResult:
         """Carry out a `Forward`: its result. computed: the outputs, where it was part of a joined step."""
         fed: int | None = self.session.fed
         if fed and not self.clock.has_first_token:  # these tokens are the first, though a search emits them at its end

@@ -10,7 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from types import FrameType
+from typing import Protocol
 
 import torch
 from transformers import MaxTimeCriteria, StoppingCriteriaList
@@ -110,12 +111,18 @@ class StopAsked(Exception):
     """The event is set."""
 
 
+class Event(Protocol):
+    """What `cancellation` takes, as `threading.Event`."""
+
+    def is_set(self) -> bool: ...
+
+
 class Cancellation:
-    """event: None, or what has `is_set()` as a `threading.Event` has. ranks: those that stop together."""
+    """ranks: those that stop together."""
 
     _notes = False  # whether one of them notes Ctrl-C now; signals are the main thread's, so there is one at a time
 
-    def __init__(self, event: Any, ranks: OneProcess):
+    def __init__(self, event: Event | None, ranks: OneProcess):
         self._event, self._ranks, self._is_pressed = event, ranks, False
 
     def check(self) -> None:
@@ -155,7 +162,7 @@ class Cancellation:
             return False
         return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    def _press(self, number: int, frame: Any) -> None:
+    def _press(self, number: int, frame: FrameType | None) -> None:
         if self._is_pressed:
             self._is_pressed = False
             signal.signal(signal.SIGINT, signal.default_int_handler)  # here: what raises now may leave no other place

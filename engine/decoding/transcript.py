@@ -10,7 +10,6 @@ import torch
 
 from caches.platform.out_of_memory import recovering
 from caches.platform.warn_once import warn_once
-from engine.decoding.guided_session import GuidedSession
 from engine.decoding.logits_check import LogitsCheck
 from engine.decoding.model_session import ModelSession
 from engine.decoding.records import Checkpoints, Records
@@ -30,7 +29,7 @@ class Transcript:
     def __init__(
         self,
         request: Request,
-        session: ModelSession | GuidedSession,
+        session: ModelSession,
         stream_buffer: StreamBuffer,
         clock: RunClock,
         ranks: OneProcess,
@@ -172,7 +171,7 @@ class Transcript:
             return texts
         return [decode(row, skip_special_tokens=True, clean_up_tokenization_spaces=False) for row in self.tokens.new()]
 
-    def parsed(self, text: list[str] | None) -> list[Any] | None:
+    def parsed(self, text: list[str] | None) -> list[object] | None:
         """What texts mean that a constraint has given a form; None where none has."""
         if self._request.grammar is None or text is None:
             return None

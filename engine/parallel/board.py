@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 from torch import distributed
@@ -78,10 +77,10 @@ def _place() -> tuple[str, int]:
         return socket.gethostname(), 0
 
 
-def shared_board(group: Any) -> Board | None:
+def shared_board(group: distributed.ProcessGroup) -> Board | None:
     """The board of the ranks of `group`; None where they cannot share memory, as on several hosts."""
     rank, size = distributed.get_rank(group), distributed.get_world_size(group)
-    everyone: list[Any] = [None] * size
+    everyone: list[tuple[tuple[str, int], int]] = [(("", 0), 0)] * size
     distributed.all_gather_object(everyone, (_place(), os.getpid()), group=group)
     path: list[str | None] = [None]
     length = 2 * size * _WIDTH * 8
@@ -97,7 +96,7 @@ def shared_board(group: Any) -> Board | None:
     if path[0] is not None and len({host for host, _ in everyone}) == 1:
         with suppress(OSError, ValueError), open(path[0], "r+b") as file:
             memory = mmap.mmap(file.fileno(), length)
-    mapped: list[Any] = [None] * size
+    mapped = [False] * size
     distributed.all_gather_object(mapped, memory is not None, group=group)
     if rank == 0 and path[0] is not None:
         os.unlink(path[0])  # what is mapped stays until the processes end

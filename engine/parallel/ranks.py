@@ -3,7 +3,8 @@
 Each rank runs the same calls with the same arguments and has a part of every layer's weights and of the cache. Ranks
 exchange a few numbers at the same places of their programs: before every collective operation of the model, at the end
 of every piece of work that may fail, and before decisions that depend on time, memory or the user. A rank that fails
-does its next exchange at once, so that all fail at their next exchange, and none waits in a collective operation.
+does its next exchange at once, so that all fail at their next exchange, and none waits in a collective operation. No
+rank leads: each may fail, be stopped or run out of memory, and what one alone decided would not reach it in time.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class OneProcess:
     def resume(self) -> None:
         """Before a call is read, or a batch is made: go on together after a call that has failed."""
 
-    def begin(self, device: torch.device, *call: Any) -> None:
+    def begin(self, device: torch.device, *call: object) -> None:
         """Start a call together, with rank 0's random numbers of `device`. call: what has to be equal on all ranks."""
 
     def together(self) -> AbstractContextManager[None]:
@@ -105,7 +106,7 @@ class Ranks(OneProcess):
         if self._is_apart:
             self.meet()
 
-    def begin(self, device: torch.device, *call: Any) -> None:
+    def begin(self, device: torch.device, *call: object) -> None:
         self._is_failing = self._is_apart = False
         self._noted = crc32(repr(call).encode())
         self.check()

@@ -28,8 +28,9 @@ class BatchRequest:
     index: its number among those of the batch, from 0. inputs, parameters: as of `generate`.
     """
 
-    def __init__(self, index: int, inputs: object, parameters: dict[str, Any]):
-        self.index, self.inputs, self.parameters = index, _as_it_is(inputs), parameters
+    def __init__(self, index: int, inputs: object, parameters: dict[str, object]):
+        self.index, self.inputs = index, _as_it_is(inputs)
+        self.parameters: dict[str, Any] = parameters
         self._future: Future[Generation] = Future()
         self._future.set_running_or_notify_cancel()  # a task that is cancelled while it waits does not end it
         self._cancelled = threading.Event()

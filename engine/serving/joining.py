@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from engine.decoding.loop import DecodingLoop
 from engine.model.model_runner import ModelRunner
 from engine.result import StreamChunk
 from engine.serving.batch_request import BatchRequest
-from engine.serving.counts import Counts
+from engine.serving.counts import BatchState, Counts
 from strategies import Forward
 
 
@@ -112,6 +113,14 @@ class Run:
         with torch.no_grad():
             self.loop.session.park()
         self.is_parked, self.ended_before, self.fed_before = True, ended, self.fed
+
+
+def batch_state(runs: Sequence[Run], waiting: int) -> BatchState:
+    """What a batch does that has begun `runs`."""
+    running = [run for run in runs if not run.is_parked]
+    cache_bytes = sum((Counter(run.bytes_by_place) for run in runs), Counter())
+    rows = sum(run.rows for run in running)
+    return BatchState(waiting, len(running), len(runs) - len(running), rows, dict(cache_bytes))
 
 
 def step_together(runner: ModelRunner, runs: Sequence[Run], counts: Counts) -> list[ModelOutput]:

@@ -6,12 +6,15 @@ import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from engine.decoding.stopping import Cancellation
 from engine.errors import InputError, OptionError, UserInterrupt
 from engine.serving.batch_request import BatchRequest
 from engine.serving.scheduler import Scheduler
+
+if TYPE_CHECKING:  # slow to import
+    from rich.progress import Progress
 
 _SLOW_S = 0.01  # an iterable that takes longer for a prompt is slow
 
@@ -41,7 +44,7 @@ def _leave(requests: Generator[BatchRequest, None, None]) -> None:
 
 
 def generate_many(
-    scheduler: Scheduler, prompts: Iterable[object], parameters: dict[str, Any], progress: bool
+    scheduler: Scheduler, prompts: Iterable[object], parameters: dict[str, object], progress: bool
 ) -> EndedRequests:
     """See `Generator.generate_many`."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
@@ -51,7 +54,7 @@ def generate_many(
 
 
 def _ended(
-    scheduler: Scheduler, prompts: Iterable[object], parameters: dict[str, Any], progress: bool
+    scheduler: Scheduler, prompts: Iterable[object], parameters: dict[str, object], progress: bool
 ) -> Generator[BatchRequest, None, None]:
     requests, keys = _requests(prompts, parameters), Cancellation(None, scheduler.ranks)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -89,12 +92,12 @@ def _ended(
         scheduler.close()
 
 
-def _requests(prompts: Iterable[object], parameters: dict[str, Any]) -> Iterator[BatchRequest]:
+def _requests(prompts: Iterable[object], parameters: dict[str, object]) -> Iterator[BatchRequest]:
     for index, prompt in enumerate(prompts):
         yield BatchRequest(index, *_read(prompt, parameters))
 
 
-def _read(prompt: object, parameters: dict[str, Any]) -> tuple[object, dict[str, object]]:
+def _read(prompt: object, parameters: dict[str, object]) -> tuple[object, dict[str, object]]:
     """The inputs and the parameters of one prompt: a mapping with "prompt" has parameters of its own."""
     if isinstance(prompt, Mapping) and "prompt" in prompt:
         arguments = dict(prompt)
@@ -133,7 +136,7 @@ class _Shown:
             self._bar.stop()
 
     def show(self, ended: list[BatchRequest]) -> None:
-        if self._bar is None or not ended:
+        if self._bar is None or self._task is None or not ended:
             return
         self._tokens += sum(request.new_tokens for request in ended)
         elapsed_s = self._bar.tasks[0].elapsed or 0.0
@@ -141,7 +144,7 @@ class _Shown:
         self._bar.update(self._task, advance=len(ended), rate=rate)
 
 
-def _bar() -> Any:
+def _bar() -> Progress:
     from rich.console import Console  # slow to import
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

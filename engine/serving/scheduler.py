@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,7 +24,7 @@ from engine.parallel.ranks import OneProcess, PeerError
 from engine.result import Generation, nothing_generated
 from engine.serving.batch_request import BatchRequest
 from engine.serving.counts import BatchState, Counts
-from engine.serving.joining import ReadingTime, Run, step_together
+from engine.serving.joining import ReadingTime, Run, batch_state, step_together
 
 _logger = logging.getLogger("engine")
 # Others that are no `Exception`, such as panics of libraries in Rust, are errors of one request.
@@ -38,13 +38,18 @@ def _is_cancelled(request: BatchRequest, fails: bool) -> bool:
     return fails
 
 
-def _as_exception(error: BaseException) -> BaseException:
-    """What the caller of a request gets, who catches `Exception`."""
-    if isinstance(error, (Exception, *_OF_THE_PROCESS)):
-        return error
-    failure = EngineError(f"{type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+def _without_cache(result: Generation | BaseException) -> Generation | BaseException:
+    """What the caller of a request gets, who catches `Exception`: else memory would follow all requests, not those that
+    run."""
+    if isinstance(result, Generation):
+        return replace(result, cache=None)
+    if not isinstance(result, (Exception, *_OF_THE_PROCESS)):
+        failure = EngineError(f"{type(result).__name__}: {result}")
+        failure.__cause__ = result
+        return failure
+    if isinstance(partial := getattr(result, "partial", None), Generation):
+        result.partial = replace(partial, cache=None)  # type: ignore[union-attr]
+    return result
 
 
 class Scheduler:
@@ -95,11 +100,7 @@ class Scheduler:
 
     def state(self) -> BatchState:
         """What is done now. For the thread that runs the turns."""
-        parked = sum(run.is_parked for run in self._runs)
-        active = [run for run in self._runs if not run.is_parked]
-        cache_bytes = sum((Counter(run.bytes_by_place) for run in self._runs), Counter())
-        waiting = len(self._waiting) + (self._next is not None)
-        return BatchState(waiting, len(active), parked, sum(run.rows for run in active), dict(cache_bytes))
+        return batch_state(self._runs, len(self._waiting) + (self._next is not None))
 
     def turn(self) -> list[BatchRequest]:
         """Do a turn; the requests that have ended in it."""
@@ -124,12 +125,12 @@ class Scheduler:
         while self._runs:
             with suppress(PeerError):  # each of them ends, also where the other ranks have
                 self._end_runs()
-        waiting = [*self._waiting] if self._next is None else [self._next.request, *self._waiting]
         if self._next is not None:
             self._next.turns.close()
-        self._next = None
-        self._waiting.clear()
-        for request in waiting:
+            self._waiting.appendleft(self._next.request)
+            self._next = None
+        while self._waiting:
+            request = self._waiting.popleft()
             self._end(request, failure or EngineError("the batch was closed before this prompt had its turn"))
 
     def _end_cancelled(self) -> None:
@@ -195,13 +196,7 @@ class Scheduler:
 
     def _end(self, request: BatchRequest, result: Generation | BaseException) -> None:
         self._runs = [run for run in self._runs if run.request is not request]
-        if isinstance(result, BaseException):
-            result = _as_exception(result)
-        if isinstance(result, Generation):
-            result = replace(result, cache=None)  # else memory would follow all requests, not those that run
-        elif isinstance(partial := getattr(result, "partial", None), Generation):
-            result.partial = replace(partial, cache=None)  # type: ignore[attr-defined]
-        request.end(result)
+        request.end(_without_cache(result))
         self._ended.append(request)
         self._ended_count += 1
 
@@ -226,7 +221,9 @@ class Scheduler:
         due = [run for run in self._runs if run.decodes]
         reasons = {run: run.why_alone for run in due}
         self.counts.why_alone.update(reason for reason in reasons.values() if reason is not None)
+        begun = time.perf_counter()
         self._step_together([run for run in due if reasons[run] is None])
+        self._reading.step_s = self._seconds_since(begun)
         for run in due:
             if reasons[run] is not None and run in self._runs and not run.is_parked:
                 self.counts.alone_steps += 1
@@ -234,7 +231,7 @@ class Scheduler:
 
     def _step_together(self, runs: list[Run]) -> None:
         """A joined step. Where it fails for want of memory, the newest runs are parked; else each steps by itself."""
-        begun, ranks = time.perf_counter(), self.ranks
+        ranks = self.ranks
         while len(runs) > 1:
             self._joined = list(runs)
             with recovering(Exception) as outcome, ranks.together():
@@ -243,7 +240,6 @@ class Scheduler:
                 for run, outputs in zip(runs, computed, strict=True):
                     self._joined.remove(run)
                     self._advance(run, outputs)
-                self._reading.step_s = self._seconds_since(begun)
                 return
             self._joined = []
             for run in runs:
@@ -260,7 +256,6 @@ class Scheduler:
             if run in self._runs and not run.is_parked:  # one of those before may have asked for memory
                 self.counts.add_step(run.rows, run.rows * (run.fed + 1))
                 self._advance(run, None)
-        self._reading.step_s = self._seconds_since(begun)
 
     def _seconds_since(self, begun: float) -> float:
         """On all ranks the most of them."""
