@@ -33,7 +33,7 @@ def with_blocks(language, slow=()):
     return pytest.mark.parametrize("page", marked, ids=name_of)
 
 
-@with_blocks("python", slow=[COMPILES])
+@with_blocks("python", slow=[COMPILES, DOCS / "guide" / "examples.md"])
 @pytest.mark.usefixtures("own_registries")
 def test_the_python_of_a_page(page, capsys, monkeypatch, tmp_path):
     """In order, each with the names of those before it on the page: what prints shows something."""

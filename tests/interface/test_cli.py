@@ -230,17 +230,17 @@ def test_the_shipped_model_is_small_and_complete():
 
 
 def test_caches_lists_all_of_them_with_their_sizes(cli, shipped):
-    report = json.loads(cli(["caches", "--tokens", "1024", "--json"]).stdout)
+    report = json.loads(cli(["caches", "--tokens", "512", "--json"]).stdout)
     assert [cache["name"] for cache in report["caches"]] == caches.names()
     kept = [cache for cache in report["caches"] if "refused" not in cache]
     assert {"dynamic", "static", "none"} <= {cache["name"] for cache in kept}
     for cache in kept:
-        config = {"max_cache_len": 1024} if caches.recipe(cache["name"]).has_a_size else None
-        ids = torch.randint(2, 99, (1, 1023))
+        config = {"max_cache_len": 512} if caches.recipe(cache["name"]).has_a_size else None
+        ids = torch.randint(2, 99, (1, 511))
         out = shipped.generate(ids, cache=cache["name"], cache_config=config, max_new_tokens=2, min_new_tokens=2)
         assert cache["bytes"] == out.stats.cache_bytes
-        half = json.loads(cli(["caches", cache["name"], "--tokens", "512", "--json"]).stdout)["caches"][0]
-        assert cache["bytes_per_token"] == (cache["bytes"] - half["bytes"]) / 512
+        half = json.loads(cli(["caches", cache["name"], "--tokens", "256", "--json"]).stdout)["caches"][0]
+        assert cache["bytes_per_token"] == (cache["bytes"] - half["bytes"]) / 256
         assert cache["summary"] == caches.recipe(cache["name"]).summary
     table = cli(["caches", "--tokens", "1024"]).stdout
     assert all(name in table for name in caches.names())

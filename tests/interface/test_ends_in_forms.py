@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from random import Random
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("jsonschema")
 
 from architectures import randomised
 from jsonschema import Draft202012Validator
-from schemas import STRATEGIES, generator, model, random_schema, tokenizer
+from schemas import STRATEGIES, generator, grammar_of, model, random_schema, tokenizer
 
 NEW = 60
 PROMPT = "import os\n"
@@ -138,16 +139,8 @@ def test_random_schemas(seed):
 
 def test_states_answer_as_if_the_text_were_read_from_its_beginning():
     """What is an end is a function of the text, however it was come by."""
-    from engine.request.call import read_call
-    from engine.request.constraints.constraint import read_constraints
-    from engine.request.constraints.grammar import Grammar
-
     draw, dot = Random(1), id_of(".")
-
-    def grammar():
-        constraints = read_constraints(read_call(regex=r"([0-9]\.){1,3}[0-9]\.?"), 1)
-        return Grammar(constraints, tokenizer(), 4096, (0, dot), 0)
-
+    grammar = partial(grammar_of, ends=(0, dot), regex=r"([0-9]\.){1,3}[0-9]\.?")
     kept, digits = grammar(), [id_of(one) for one in "0123456789"]
     for _ in range(60):
         tokens = [draw.choice([draw.choice(digits), dot]) for _ in range(draw.randint(1, 9))]

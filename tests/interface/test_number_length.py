@@ -11,11 +11,8 @@ pytest.importorskip("llguidance", reason="the extra grammar is not installed")
 pytest.importorskip("jsonschema")
 
 from jsonschema import Draft202012Validator
-from schemas import STRATEGIES, VOCABULARY, generator, tokenizer
+from schemas import STRATEGIES, VOCABULARY, generator, grammar_of, tokenizer
 
-from engine.request.call import read_call
-from engine.request.constraints.constraint import read_constraints
-from engine.request.constraints.grammar import Grammar
 from engine.request.constraints.number_length import NumberLength, Reading, number_length
 
 ENDLESS = {
@@ -72,7 +69,7 @@ def test_numbers_end_under_every_strategy(strategy):
 
 
 def accepts(schema, text):
-    grammar = Grammar(read_constraints(read_call(json_schema=schema), 1), tokenizer(), VOCABULARY, (0,), 0)
+    grammar = grammar_of(json_schema=schema)
     ids = tokenizer()(text, add_special_tokens=False)["input_ids"] + [0]
     for end in range(len(ids)):
         allowed = grammar(torch.tensor([ids[:end]], dtype=torch.long), torch.zeros(1, VOCABULARY))[0]

@@ -79,28 +79,12 @@ def test_a_conversation(server, page, tmp_path):
     until(page, "Number(document.getElementById('hits').value.split(' ')[2]) > 10")
     for canvas in ("rate-plot", "rows-plot", "bytes-plot"):
         assert painted(page, canvas) > 50, canvas
-    page.screenshot(path=tmp_path / "page.png")
-    assert (tmp_path / "page.png").stat().st_size > 10_000
-
-
-def test_stop_and_errors(server, page):
-    page.fill("#tokens", "256")
-    page.fill("#message", "x = [")
-    page.click("#send")
-    until(page, "document.querySelector('.assistant').textContent.length > 5")
-    page.click("#stop")
-    page.wait_for_selector("#send:visible")
-    server.wait_until_idle(5)
-    page.click("#new")
-    assert page.inner_text("#messages") == ""
-    assert "mamba" not in page.locator("#cache option").all_inner_texts()
     page.fill("#message", "x = 1 " * 2000)
     page.press("#message", "Enter")
     page.wait_for_selector(".error")
     assert "tokens" in page.inner_text(".error")
-    page.fill("#message", "x = 1")
-    page.press("#message", "Enter")
-    page.wait_for_selector(".note", timeout=60_000)
+    page.screenshot(path=tmp_path / "page.png")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
 
 
 def test_a_key():

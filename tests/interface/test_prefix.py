@@ -155,7 +155,7 @@ def test_the_tokenizer_of_a_continuation():
     assert "".join(chunk.text for chunk in chunks) == expected.text[0]
 
 
-def test_what_is_no_prefix_is_refused(tmp_path):
+def test_what_is_no_prefix_is_refused(tmp_path, shipped):
     generator = engine.Generator(tiny_model("llama"))
     with pytest.raises(engine.InputError, match="a prefix is one prompt"):
         generator.prefill(prompt(pads=0))
@@ -167,6 +167,8 @@ def test_what_is_no_prefix_is_refused(tmp_path):
             prefix.generate(wrong)
     with pytest.raises(engine.InputError, match="needs a tokenizer"):
         prefix.generate("text")
+    with pytest.raises(engine.InputError, match="texts or lists of token ids"):
+        shipped.prefill("import os\n").generate([{"role": "user", "content": "x"}])
     for start in (prefix.generate, prefix.stream):
         with pytest.raises(engine.OptionError, match="a prefix is in a cache already: leave cache= out"):
             start([3], cache="static")
@@ -181,8 +183,3 @@ def test_codes_are_copied_with_the_branch():
     prefix = generator.prefill(ids_of(40), **options)
     outs = [prefix.generate([7, 8], max_new_tokens=NEW).tokens for _ in range(2)]
     assert outs[0] == outs[1]
-
-
-def test_messages_are_no_continuation(shipped):
-    with pytest.raises(engine.InputError, match="texts or lists of token ids"):
-        shipped.prefill("import os\n").generate([{"role": "user", "content": "x"}])

@@ -4,9 +4,8 @@ from functools import cache
 
 import pytest
 from architectures import VOCABULARY, tiny_model
+from chat_templates import sentencepiece
 from served import NAME, served
-from tokenizers import Tokenizer, decoders, models, normalizers, processors
-from transformers import PreTrainedTokenizerFast
 
 import engine
 
@@ -19,15 +18,8 @@ def words():
     pieces = ["<unk>", "<s>", "</s>", "\u2581", *"abno12", "\u2581yes", "\u2581no", "\u25811", "yes", "no"]
     pieces += [f"<0x{byte:02X}>" for byte in "é€".encode()]
     pieces += [f"\u2581w{number}" for number in range(VOCABULARY - len(pieces))]
-    made = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [], unk_token="<unk>",
-                                fuse_unk=True, byte_fallback=True))  # fmt: skip
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    made.decoder = decoders.Sequence(steps)
-    made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    found = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    found.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
-    return found
+    template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    return sentencepiece(pieces, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template)
 
 
 @pytest.fixture(scope="module")

@@ -11,21 +11,19 @@ import pytest
 import torch
 import transformers
 from architectures import randomised, tiny_model
+from chat_templates import sentencepiece
 from encoder_decoders import ENCODER_DECODERS
 from injection import failing
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedTokenizerFast
+from tokenizers import AddedToken
+from transformers import AutoTokenizer, LogitsProcessorList
 
 import engine
-from engine.request.call import read_call
-from engine.request.constraints.constraint import read_constraints
-from engine.request.constraints.grammar import Grammar
 from engine.reuse.conversation import flat
 
 pytest.importorskip("llguidance", reason="the extra grammar is not installed")
 pytest.importorskip("jsonschema")
 
-from schemas import CACHES, NEW, STRATEGIES, VOCABULARY, generator, model, play, random_schema, tokenizer
+from schemas import CACHES, NEW, STRATEGIES, VOCABULARY, generator, grammar_of, model, play, random_schema, tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -39,11 +37,6 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},  # so that keys with their blanks are certain
 }
 PROMPT = "import os\n"
-
-
-def grammar_of(prompts=1, columns=3, **asked):
-    constraints = read_constraints(read_call(**asked), prompts)
-    return Grammar(constraints, tokenizer(), VOCABULARY, (0,), columns)
 
 
 def ids_of(text, prompt=PROMPT):
@@ -358,22 +351,8 @@ def test_a_tokenizer_that_does_not_fit():
 def of_words(kind):
     """A tokenizer as of sentencepiece, with bytes for what it does not know, or one with added tokens."""
     if kind == "sentencepiece":
-        pieces = [
-            "<unk>",
-            "</s>",
-            "<pad>",
-            *(f"<0x{byte:02X}>" for byte in range(256)),
-            "\u2581",
-            *"0123456789-abc",
-            "12",
-            "ab",
-        ]
-        made = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, [("1", "2"), ("a", "b")],
-                                    unk_token="<unk>", fuse_unk=True, byte_fallback=True))  # fmt: skip
-        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-        made.decoder = decoders.Sequence(steps)
-        return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="<pad>")
+        pieces = ["<unk>", "</s>", "<pad>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"0123456789-abc"]
+        return sentencepiece([*pieces, "12", "ab"], [("1", "2"), ("a", "b")], eos_token="</s>", pad_token="<pad>")
     found = AutoTokenizer.from_pretrained(engine.SHIPPED_MODEL)
     found.add_tokens(["<think>", AddedToken("<end>", special=True)])
     return found

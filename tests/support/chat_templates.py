@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
@@ -76,16 +77,27 @@ def closing(name: str) -> str:
 
 
 def of_pieces(template: str) -> Any:
-    """A tokenizer as of sentencepiece: a space before the text, byte tokens, and a token at its beginning."""
+    """A tokenizer as of sentencepiece with byte tokens, whose texts begin with a token, and this template."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     pieces += [chr(code) for code in range(33, 127)]
+    return sentencepiece(
+        pieces, special=("<s>", "</s>"), bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
+    )
+
+
+def sentencepiece(
+    pieces: Sequence[str], merges: Sequence[tuple[str, str]] = (), special: Sequence[str] = (), **named: Any
+) -> Any:
+    """A tokenizer as of sentencepiece: a space before the text, which decoding leaves out.
+
+    merges: pairs of pieces that are one. With a `bos_token` texts begin with it.
+    """
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    made = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made = Tokenizer(models.BPE(vocabulary, list(merges), unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     made.decoder = decoders.Sequence(steps)
-    made.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in ("<s>", "</s>")])
-    made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=template
-    )
+    made.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+    if "bos_token" in named:
+        made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, **named)

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import isfunction
+from operator import methodcaller
 from typing import Any
 
 import pytest
 import torch
 
+from caches.core import row_selection
 from caches.memory.prefetch import Prefetcher
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.quantized import QuantizedStore
 from caches.stores.recurrent_state import RecurrentState
 from caches.stores.sink import Sinks
+from caches.timeline.retention import KeepRecent
 from caches.timeline.timeline import Timeline
 from engine.decoding import records
 from engine.model.columns import Columns
+from engine.output.detokenizer import RowText
+from engine.output.stop_strings import StopStrings
+from engine.output.stream_buffer import StreamBuffer
 from engine.request import read_request
 from engine.request.inputs import checks
 from strategies import Task, sampling
@@ -35,27 +42,6 @@ def shift_growing_write(patch: Patch) -> None:
     patch.setattr(GrowingStore, "_write", write)
 
 
-def shift_write_index(patch: Patch) -> None:
-    original = Timeline.write_index
-    patch.setattr(Timeline, "write_index", lambda self, device: (original(self, device) - 1).clamp(min=0))
-
-
-def shift_mask(patch: Patch) -> None:
-    original = Columns.mask
-    patch.setattr(Columns, "mask", lambda self, columns: original(self, columns).roll(1, dims=1))
-
-
-def shift_step_mask(patch: Patch) -> None:
-    original = Columns.step_mask
-    patch.setattr(Columns, "step_mask", lambda self, *arguments: original(self, *arguments).roll(1, dims=3))
-
-
-def shift_decode_positions(patch: Patch) -> None:
-    original = Columns.positions
-    # All positions shifted together change nothing under rotary embeddings; these drift from the prompt's.
-    patch.setattr(Columns, "positions", lambda self, begin, end: original(self, begin, end) + (begin > 0))
-
-
 def shift_mask_sizes(patch: Patch) -> None:
     original = Timeline.mask_sizes
 
@@ -66,10 +52,6 @@ def shift_mask_sizes(patch: Patch) -> None:
     patch.setattr(Timeline, "mask_sizes", sizes)
 
 
-def keep_one_column_less(patch: Patch) -> None:
-    patch.setattr("caches.timeline.retention.KeepRecent.surviving", lambda self, tokens: min(tokens, self.size - 1))
-
-
 def compact_one_off(patch: Patch) -> None:
     original = GrowingStore.compact
 
@@ -78,11 +60,6 @@ def compact_one_off(patch: Patch) -> None:
         self.buffer[:, :, : self.timeline.kept_tokens] = self.buffer[:, :, : self.timeline.kept_tokens].roll(1, dims=2)
 
     patch.setattr(GrowingStore, "compact", compact)
-
-
-def shift_what_a_convolution_reads(patch: Patch) -> None:
-    original = RecurrentState.append_conv
-    patch.setattr(RecurrentState, "append_conv", lambda self, *arguments: original(self, *arguments).roll(1, dims=-1))
 
 
 def keep_states_as_they_were(patch: Patch) -> None:
@@ -97,15 +74,6 @@ def keep_states_as_they_were(patch: Patch) -> None:
     )
 
 
-def forget_states(patch: Patch) -> None:
-    original = RecurrentState.set
-    patch.setattr(RecurrentState, "set", lambda self, key, value: original(self, key, torch.zeros_like(value)))
-
-
-def read_pads_into_states(patch: Patch) -> None:
-    patch.setattr(Columns, "mask", lambda self, columns: None)
-
-
 def read_the_encoder_of_another_row(patch: Patch) -> None:
     committed = GrowingStore.committed
 
@@ -114,46 +82,6 @@ def read_the_encoder_of_another_row(patch: Patch) -> None:
         return None if held is None else held.roll(1, dims=0)
 
     patch.setattr(GrowingStore, "committed", of_another_row)
-
-
-def keep_what_was_dropped(patch: Patch) -> None:
-    original = Timeline.commit
-    patch.setattr(Timeline, "commit", lambda self, rejected=0: original(self, 0))
-
-
-def take_back_one_too_few(patch: Patch) -> None:
-    original = Timeline.roll_back
-    patch.setattr(Timeline, "roll_back", lambda self, tokens: original(self, max(0, tokens - 1)))
-
-
-def take_back_what_was_overwritten(patch: Patch) -> None:
-    patch.setattr(Timeline, "can_roll_back", lambda self, tokens: self.total_tokens >= tokens)
-
-
-def leave_rows_where_they_are(patch: Patch) -> None:
-    patch.setattr(FixedStore, "select_rows", lambda self, index: None)
-
-
-def fork_rows_in_turn(patch: Patch) -> None:
-    patch.setattr("caches.core.row_selection.repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times))
-
-
-def forget_no_staged_columns(patch: Patch) -> None:
-    patch.setattr(Prefetcher, "discard", lambda self, reader: None)
-
-
-def encode_one_column_early(patch: Patch) -> None:
-    original = QuantizedStore._encode
-    patch.setattr(
-        QuantizedStore,
-        "_encode",
-        lambda self, columns, column, block: original(self, columns, max(0, column - 1), block),
-    )
-
-
-def turn_sinks_too_far(patch: Patch) -> None:
-    original = Sinks.delta
-    patch.setattr(Sinks, "delta", lambda self, *arguments: original(self, *arguments) + 1)
 
 
 def hand_over_one_token_more(patch: Patch) -> None:
@@ -184,18 +112,6 @@ def keep_the_worst_beams(patch: Patch) -> None:
         return best.values[:, 1:], best.indices[:, 1:]
 
     patch.setattr("strategies.beam_search.BeamState._choose", choose)
-
-
-def show_half_stop_strings(patch: Patch) -> None:
-    patch.setattr("engine.output.stop_strings.StopStrings.begun", lambda self, text: 0)
-
-
-def leave_streams_where_they_are(patch: Patch) -> None:
-    patch.setattr("engine.output.stream_buffer.StreamBuffer._reorder", lambda self, index: None)
-
-
-def look_for_stop_strings_in_new_text_alone(patch: Patch) -> None:
-    patch.setattr("engine.output.detokenizer.RowText._end_of", lambda self, *given: "")
 
 
 def read_pads_of_one_row_as_tokens(patch: Patch) -> None:
@@ -252,42 +168,54 @@ def record_states_of_the_last_token_alone(patch: Patch) -> None:
     patch.setattr(records.Records, "add_forward", record)
 
 
+# What takes the place of a method.
+REPLACED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "keep_one_column_less": (KeepRecent, "surviving", lambda self, tokens: min(tokens, self.size - 1)),
+    "read_pads_into_states": (Columns, "mask", lambda self, columns: None),
+    "take_back_what_was_overwritten": (
+        Timeline, "can_roll_back", lambda self, tokens: self.total_tokens >= tokens,
+    ),
+    "leave_rows_where_they_are": (FixedStore, "select_rows", lambda self, index: None),
+    "fork_rows_in_turn": (row_selection, "repeated", lambda rows, times: torch.arange(max(0, rows)).repeat(times)),
+    "forget_no_staged_columns": (Prefetcher, "discard", lambda self, reader: None),
+    "show_half_stop_strings": (StopStrings, "begun", lambda self, text: 0),
+    "look_for_stop_strings_in_new_text_alone": (RowText, "_end_of", lambda self, *given: ""),
+    "leave_streams_where_they_are": (StreamBuffer, "_reorder", lambda self, index: None),
+}  # fmt: skip
+# What is done around a method: the function gets it and its arguments.
+CHANGED: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "shift_write_index": (Timeline, "write_index", lambda call, *given: (call(*given) - 1).clamp(min=0)),
+    "shift_mask": (Columns, "mask", lambda call, *given: call(*given).roll(1, dims=1)),
+    "shift_step_mask": (Columns, "step_mask", lambda call, *given: call(*given).roll(1, dims=3)),
+    # All positions shifted together change nothing under rotary embeddings; these drift from the prompt's.
+    "shift_decode_positions": (
+        Columns, "positions", lambda call, self, begin, end: call(self, begin, end) + (begin > 0),
+    ),
+    "shift_what_a_convolution_reads": (
+        RecurrentState, "append_conv", lambda call, *given: call(*given).roll(1, dims=-1),
+    ),
+    "forget_states": (RecurrentState, "set", lambda call, self, key, state: call(self, key, torch.zeros_like(state))),
+    "keep_what_was_dropped": (Timeline, "commit", lambda call, self, rejected=0: call(self, 0)),
+    "take_back_one_too_few": (Timeline, "roll_back", lambda call, self, tokens: call(self, max(0, tokens - 1))),
+    "encode_one_column_early": (
+        QuantizedStore, "_encode",
+        lambda call, self, columns, column, block: call(self, columns, max(0, column - 1), block),
+    ),
+    "turn_sinks_too_far": (Sinks, "delta", lambda call, *given: call(*given) + 1),
+}  # fmt: skip
+
+
+def _changed(patch: Patch, owner: Any, name: str, change: Callable[..., Any]) -> None:
+    call = getattr(owner, name)
+    patch.setattr(owner, name, lambda *given, **named: change(call, *given, **named))
+
+
 DAMAGES: dict[str, Callable[[Patch], None]] = {
-    damage.__name__: damage
-    for damage in (
-        shift_growing_write,
-        shift_write_index,
-        shift_mask,
-        shift_step_mask,
-        shift_decode_positions,
-        shift_mask_sizes,
-        keep_one_column_less,
-        compact_one_off,
-        shift_what_a_convolution_reads,
-        keep_states_as_they_were,
-        forget_states,
-        read_pads_into_states,
-        read_the_encoder_of_another_row,
-        keep_what_was_dropped,
-        take_back_one_too_few,
-        take_back_what_was_overwritten,
-        leave_rows_where_they_are,
-        fork_rows_in_turn,
-        forget_no_staged_columns,
-        encode_one_column_early,
-        turn_sinks_too_far,
-        hand_over_one_token_more,
-        accept_every_proposal,
-        keep_the_worst_beams,
-        show_half_stop_strings,
-        leave_streams_where_they_are,
-        look_for_stop_strings_in_new_text_alone,
-        read_pads_of_one_row_as_tokens,
-        count_end_ids_once,
-        draw_once_more,
-        forget_processors_of_the_call,
-        forget_parameters_that_apply,
-        record_no_attentions,
-        record_states_of_the_last_token_alone,
-    )
+    **{
+        name: each
+        for name, each in globals().items()
+        if isfunction(each) and each.__module__ == __name__ and not name.startswith("_")
+    },
+    **{name: methodcaller("setattr", *parts) for name, parts in REPLACED.items()},
+    **{name: lambda patch, parts=parts: _changed(patch, *parts) for name, parts in CHANGED.items()},
 }

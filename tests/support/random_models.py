@@ -8,6 +8,8 @@ from functools import cache
 import torch
 from architectures import _EXPERTS, _TINY, VOCABULARY, randomised
 from encoder_decoders import tiny_encoder_decoder
+from helpers import StopAfter as EndsAt  # noqa: F401 - in the scripts of random calls
+from references import NoStutter  # noqa: F401
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, StoppingCriteria
@@ -81,13 +83,6 @@ def tokenizer(kind: str = "plain") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-class NoStutter:
-    """No token twice in a row."""
-
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores.scatter(1, ids[:, -1:], float("-inf"))
-
-
 class Favours:
     """Tokens of this remainder are likelier, in a way that depends on how long the text is."""
 
@@ -97,16 +92,6 @@ class Favours:
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         liked = torch.arange(scores.shape[-1]) % 5 == (self.remainder + ids.shape[1]) % 5
         return scores + 2.0 * liked
-
-
-class EndsAt(StoppingCriteria):
-    """Ends all texts at this length."""
-
-    def __init__(self, columns: int):
-        self.columns = columns
-
-    def __call__(self, ids: torch.Tensor, scores: object, **more: object) -> torch.Tensor:
-        return torch.full((len(ids),), ids.shape[1] >= self.columns, dtype=torch.bool)
 
 
 class EndsBehind(StoppingCriteria):

@@ -14,6 +14,9 @@ from jsonschema import Draft202012Validator
 from transformers import AutoTokenizer, PreTrainedModel
 
 import engine
+from engine.request.call import read_call
+from engine.request.constraints.constraint import read_constraints
+from engine.request.constraints.grammar import Grammar
 
 VOCABULARY = 4096
 NEW = 160
@@ -48,6 +51,11 @@ def model(layers: int = 2) -> PreTrainedModel:
 @functools.cache
 def generator() -> engine.Generator:
     return engine.Generator(model(), tokenizer())
+
+
+def grammar_of(columns: int = 0, ends: tuple[int, ...] = (0,), **asked: Any) -> Grammar:
+    """Of one text that follows what is asked, behind so many columns."""
+    return Grammar(read_constraints(read_call(**asked), 1), tokenizer(), VOCABULARY, ends, columns)
 
 
 def random_schema(seed: int) -> dict[str, Any]:
