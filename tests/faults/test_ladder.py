@@ -18,6 +18,7 @@ from engine.memory import fallbacks
 from engine.memory.peak_memory import PeakMemory
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("error", OOM.values(), ids=OOM)
 @pytest.mark.parametrize("forward", [0, 1, 4, NEW - 1])
 @pytest.mark.parametrize("fallback", ["release", "offload", "split"])
