@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import VOCABULARY
 from constraints import END, NEW, Constraint, Drafting, one_of, tree
+from helpers import try_facts
 from references import draft_of, tiny
 from resuming import check_goes_on
 
@@ -15,6 +16,12 @@ import engine
 pytestmark = pytest.mark.covering("values", "pairs")
 
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _facts_are_known():
+    for name in ("llama", "jamba"):
+        try_facts(tiny(name)[0])
 
 
 @pytest.fixture(params=[False, True], ids=["read at once", "read late"])

@@ -43,11 +43,11 @@ class At:
         return bool(self())
 
 
-def raises(error):
-    """Once."""
+def raises(error, always=False):
+    """Once, unless it is to be always."""
 
     def act(left, *arguments):
-        if left == 0:
+        if always or left == 0:
             raise error("no more of this")
 
     return act
@@ -99,7 +99,9 @@ class Cause:
 
 CAUSES = {
     "a processor": Cause(processor(raises(RuntimeError))),
-    "an error of ours": Cause(processor(raises(engine.InputError)), says=r"after (\d+) new .*InputError: no more"),
+    "an error of ours": Cause(
+        processor(raises(engine.InputError, always=True)), says=r"after (\d+) new .*InputError: no more"
+    ),
     "a criterion": Cause(
         lambda at: {"stopping_criteria": [At(at, raises(RuntimeError), lambda ids, _: torch.zeros(len(ids)).bool())]}
     ),

@@ -9,12 +9,16 @@ from fallbacks import NEW, OOM, OutAt, expected, prompt, run, same
 
 import caches
 import engine
+from caches.protocol import capabilities
+from caches.transfer.split_rows import halves
 from configs import EngineConfig
 from engine import run_builder
 from engine.decoding.forward_executor import ForwardExecutor
 from engine.memory import fallbacks
+from engine.memory.peak_memory import PeakMemory
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("error", OOM.values(), ids=OOM)
 @pytest.mark.parametrize("forward", [0, 1, 4, NEW - 1])
 @pytest.mark.parametrize("fallback", ["release", "offload", "split"])
@@ -158,108 +162,10 @@ def test_a_live_cache_goes_on_as_another():
     assert torch.equal(out.sequences, engine.generate(model, first, max_new_tokens=NEW).sequences)
 
 
-def long_prompt():
-    return torch.randint(5, 90, (1, 30), generator=torch.Generator().manual_seed(1))
-
-
-def within(most, action, **options):
-    generator = engine.Generator(tiny_model("llama"), config=EngineConfig(max_cache_bytes=most, over_budget=action))
-    live = caches.build("dynamic", generator.model.config)
-    return generator.generate(long_prompt(), cache=live, max_new_tokens=120, **options)
-
-
-def test_a_budget_is_kept_before_more_memory_is_taken():
-    undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
-    per_token = undisturbed.stats.cache_bytes / 192
-    out = within(int(100 * per_token), "offload")
-    assert torch.equal(out.sequences, undisturbed.sequences)
-    assert [fallback.name for fallback in out.stats.fallbacks] == ["offload"]
-    assert out.stats.fallbacks[0].tokens == 64
-    assert out.stats.fallbacks[0].bytes_before <= 100 * per_token
-    assert out.cache.device_bytes <= 100 * per_token
-
-    with pytest.raises(engine.OutOfMemoryError, match="max_cache_bytes=") as raised:
-        within(int(100 * per_token), "error")
-    assert len(raised.value.partial.tokens[0]) == 64 - 30 + 1
-    assert raised.value.partial.cache.device_bytes <= 100 * per_token
-
-
-def test_a_budget_that_memory_was_out_for_is_kept_later(monkeypatch):
-    offload, calls = ForwardExecutor.offload, []
-
-    def fails_once(self):
-        calls.append(self.cache.total_tokens)
-        if len(calls) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return offload(self)
-
-    monkeypatch.setattr(ForwardExecutor, "offload", fails_once)
-    undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
-    out = within(int(undisturbed.stats.cache_bytes * 100 / 192), "offload", on_oom=["release"])
-    assert torch.equal(out.sequences, undisturbed.sequences)
-    assert [fallback.name for fallback in out.stats.fallbacks] == ["release", "offload"]
-    assert calls == [64, 64]
-
-
-def test_a_quantized_cache_is_offloaded_with_its_options():
-    model, inputs = tiny_model("llama"), torch.randint(5, 90, (2, 120))
-    cache = {"cache": "quantized", "cache_config": {"nbits": 2, "residual_length": 16}}
-    undisturbed = engine.generate(model, inputs, **cache, max_new_tokens=20)
-    config = EngineConfig(max_cache_bytes=undisturbed.stats.cache_bytes * 7 // 8)
-    out = engine.Generator(model, config=config).generate(inputs, **cache, max_new_tokens=20)
-    assert torch.equal(out.sequences, undisturbed.sequences)
-    assert [one.name for one in out.stats.fallbacks] == ["offload"]
-    options = out.cache.stack.layout.config
-    assert (options.name, options.nbits, options.residual_length) == ("offloaded_quantized", 2, 16)
-
-
-def test_a_window_that_fits_the_budget_goes_on():
-    undisturbed = engine.generate(tiny_model("llama"), long_prompt(), max_new_tokens=120)
-    most = int(undisturbed.stats.cache_bytes * 100 / 192)
-    out = within(most, "slide")
-    assert [fallback.name for fallback in out.stats.fallbacks] == ["slide"]
-    assert out.stats.cache == "sliding_window"
-    assert out.stats.cache_bytes <= most
-    assert torch.equal(out.sequences[:, :66], undisturbed.sequences[:, :66])
-    assert not torch.equal(out.sequences, undisturbed.sequences)
-    # The window is the one that was announced: from there on the text is that of a window from the beginning.
-    window = int(out.stats.fallbacks[0].what.split("window of ")[1].split()[0])
-    live = caches.apply_window(prefix_cache(undisturbed.sequences[:, :64]), window)
-    rest = engine.generate(tiny_model("llama"), undisturbed.sequences[:, :65], cache=live, max_new_tokens=85)
-    assert torch.equal(out.sequences, rest.sequences)
-
-
-def test_a_budget_for_less_than_a_token_is_out_of_memory():
-    with pytest.raises(engine.OutOfMemoryError, match=r"over_budget='slide' is not possible: .*window_length=0"):
-        within(200, "slide")
-
-
-def prefix_cache(ids):
-    model = tiny_model("llama")
-    cache = caches.build("dynamic", model.config)
-    model(ids, past_key_values=cache)
-    return cache
-
-
 def test_pieces_are_not_made_ever_smaller_where_something_else_may_help():
     inputs = prompt(rows=1, columns=200)
     out = run(range(4), ["chunk", "offload"], inputs=inputs)
     assert same(out, expected(inputs)) == ["chunk", "chunk", "offload", "chunk"]
-
-
-@pytest.mark.parametrize("action", ["offload", "slide", "error"])
-def test_a_budget_too_small_for_the_prompt_is_kept_from_the_beginning(action):
-    undisturbed = engine.generate(tiny_model("llama"), prompt(rows=1, columns=100), max_new_tokens=20)
-    most = undisturbed.stats.cache_bytes * 2 // 3
-    generator = engine.Generator(tiny_model("llama"), config=EngineConfig(max_cache_bytes=most, over_budget=action))
-    if action == "error":
-        with pytest.raises(caches.CapacityError, match=f"max_cache_bytes={most:,}"):
-            generator.generate(prompt(rows=1, columns=100), max_new_tokens=20)
-        return
-    out = generator.generate(prompt(rows=1, columns=100), max_new_tokens=20)
-    assert [fallback.name for fallback in out.stats.fallbacks] == [action]
-    assert out.cache.device_bytes <= most
-    assert (action == "offload") == torch.equal(out.sequences, undisturbed.sequences)
 
 
 def test_scratch_memory_is_dropped(monkeypatch):
@@ -279,3 +185,38 @@ def test_scratch_memory_is_dropped(monkeypatch):
     assert held[0] > 0
     assert held[1] == 0
     assert torch.equal(out.sequences, whole.sequences)
+
+
+# Rows that are computed part after part.
+
+
+@pytest.mark.parametrize("backend", ["dynamic", "static"])
+def test_splitting_takes_about_a_layer(backend):
+    """And what the caller holds is emptied on the way."""
+    model = tiny_model("llama")
+    options = {"max_cache_len": 128} if backend == "static" else {}
+    cache = caches.build(backend, model.config, **options)
+    with PeakMemory(model) as live, torch.no_grad():
+        model(torch.randint(3, 90, (8, 100)), past_key_values=cache)
+        cache.crop(0)
+        before, layers, peaks = cache.bytes, len(cache.layers), []
+        split: caches.EngineCache | None = cache
+        for _ in range(3):
+            live.most = start = live._now
+            split = halves(split, torch.arange(8))
+            peaks.append(live.most - start)
+    assert len(split.parts) == 8
+    assert cache.bytes == 0
+    assert max(peaks) <= 1.5 * before / layers
+    assert split.bytes <= before
+
+
+def test_parts_say_that_their_keys_are_codes():
+    """Then prompts are not read in smaller chunks, which would read the codes of the chunks before."""
+    model = tiny_model("llama")
+    for backend, is_quantized in (("dynamic", False), ("quantized", True)):
+        cache = caches.build(backend, model.config)
+        with torch.no_grad():
+            model(torch.randint(3, 90, (4, 100)), past_key_values=cache)
+        cache.crop(0)
+        assert capabilities(halves(cache, torch.arange(4))).is_quantized == is_quantized

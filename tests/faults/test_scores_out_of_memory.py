@@ -69,6 +69,7 @@ def failing(monkeypatch):
     return fail_at
 
 
+@pytest.mark.covering("values", "pairs")
 @pytest.mark.parametrize("number", [0, 2, 7])
 @pytest.mark.parametrize("name", strategies.names())
 def test_the_text_goes_on_as_if_nothing_had_been(name, number, failing):

@@ -211,14 +211,15 @@ def test_transformers_own_says_the_same_where_rows_stay_and_have_no_pads(name, n
         torch.testing.assert_close(out.logits, expected.logits, **CLOSE)
 
 
+TURNED = [("llama", "shorter", "greedy"), ("llama", "none", "4 beams"), ("jamba", "none", "contrastive")]
+TURNED += [("jamba", "none", "4 beams"), ("gemma2", "longer", "greedy")]
+
+
 @pytest.mark.parametrize("cache", [name for name in caches.names() if name != "none"])
-@pytest.mark.parametrize(
-    ("name", "negative", "strategy"),
-    [("llama", "shorter", "greedy"), ("llama", "none", "4 beams"), ("jamba", "none", "contrastive"),
-     ("jamba", "none", "4 beams"), ("gemma2", "longer", "greedy")],
-)  # fmt: skip
-def test_the_next_turn_goes_on_without_guidance(name, negative, strategy, cache):
+@pytest.mark.parametrize("case", TURNED, ids="-".join)
+def test_the_next_turn_goes_on_without_guidance(case, cache):
     """The cache holds the prompts' rows alone: all of them, or nothing where it had columns of other texts."""
+    name, negative, strategy = case
     model, inputs = tiny(name)
     given = {} if NEGATIVES[negative] is None else padded(NEGATIVES[negative])
     given |= STRATEGIES[strategy][0] | {"guidance_scale": SCALE, "max_new_tokens": 5}

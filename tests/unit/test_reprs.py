@@ -1,4 +1,4 @@
-"""How results, plans, generators and streams show themselves."""
+"""How results, plans, generators and streams show themselves, are compared and kept in sets; streams are closed."""
 
 import json
 import re
@@ -141,3 +141,36 @@ def test_generators_and_streams_say_what_they_are(shipped):
 def test_messages_of_other_libraries_are_not_cut_at_a_colon(text, shown):
     assert first_line(ValueError(text)) == shown
     assert in_words(ValueError("word " * 100)).endswith("word ...")
+
+
+def test_results_and_plans_equal_only_themselves():
+    generator = engine.Generator(tiny_model("llama"))
+    out, other = (generator.generate(prompt(), max_new_tokens=3, output_scores=True) for _ in range(2))
+    plan, again = (engine.plan(generator.model, prompt_tokens=8, max_new_tokens=4, cache="dynamic") for _ in range(2))
+    for one, two in ((out, other), (plan, again), (plan["dynamic"], again["dynamic"])):
+        assert one == one
+        assert one != two
+        assert two != replace(two)
+        assert len({one, two, one}) == 2
+    assert plan.to_dict()["backends"] == again.to_dict()["backends"]
+
+
+@pytest.mark.parametrize("leave", ["close", "with", "with an error"])
+def test_a_stream_is_closed(leave):
+    generator = engine.Generator(tiny_model("llama"))
+    ids = torch.tensor([[5, 6, 7]])
+    pieces = generator.stream(ids, max_new_tokens=9)
+    assert len(next(pieces).tokens) == 1
+    if leave == "close":
+        pieces.close()
+    elif leave == "with":
+        with pieces as entered:
+            assert entered is pieces
+    else:
+        with pytest.raises(ZeroDivisionError), pieces:
+            raise ZeroDivisionError
+    assert list(pieces) == []
+    out = pieces.result()
+    assert out.stats.new_tokens == 1
+    assert out.cache.get_seq_length() == ids.shape[1]
+    pieces.close()

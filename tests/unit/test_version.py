@@ -1,4 +1,4 @@
-"""`engine.__version__`, installed and in a checkout."""
+"""`engine.__version__`, installed and in a checkout, and the license."""
 
 import importlib.metadata
 import re
@@ -9,6 +9,11 @@ from places import ROOT
 
 import engine
 from engine import version
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DECLARED = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), flags=re.M)[1]
 
@@ -40,3 +45,11 @@ def test_it_is_looked_up_late():
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [version.__version__, "False"]
+
+
+def test_the_license_is_apache_2():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] == "Apache-2.0"
+    texts = [(ROOT / file).read_text() for file in project["license-files"]]
+    assert ["Apache License" in text and "Version 2.0, January 2004" in text for text in texts] == [True]
+    assert "END OF TERMS AND CONDITIONS" in texts[0]
