@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import engine
@@ -17,7 +16,7 @@ from configs import CacheConfig, EngineConfig
 from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
 from engine.errors import OptionError
-from engine.kernels.low_bit_linears import convert_linears
+from engine.kernels.weight_conversion import convert_linears
 from engine.loading.load import load
 from engine.memory.cache_choice import check_new
 from engine.memory.free_memory import find_free
@@ -26,7 +25,6 @@ from engine.model.model_runner import ModelRunner
 from engine.output.hf_streamers import ending
 from engine.parameters import generate_parameters, takes
 from engine.request.call import ONE_TOKEN, Call, read, read_call
-from engine.request.logits_processors import with_own_processors
 from engine.result import Generation
 from engine.reuse.chat import Chat
 from engine.reuse.prefix import Prefix, read_prefix
@@ -35,7 +33,7 @@ from engine.run_builder import RunBuilder
 from engine.scoring import PIECE, TextScore, read_texts, score
 from engine.serving.batch import Batch
 from engine.serving.batch_request import BatchRequest
-from engine.serving.many import check_common, generate_many
+from engine.serving.many import check_common, generate_many, of_one_prompt
 from engine.serving.scheduler import Scheduler
 from engine.streaming import AsyncStream, Cancelled, Stream
 
@@ -249,15 +247,8 @@ class Generator:
 
     def _start_request(self, request: BatchRequest, make_room: Callable[[], bool]) -> Driver:
         """The run of one prompt among many, with random numbers and processors of its own."""
-        parameters = dict(request.parameters)
-        check_common({name: parameters.get(name) for name in ("streamer", "return_legacy_cache")})
-        if parameters.get("seed") is None:
-            parameters["seed"] = self._runner.ranks.most(int(torch.randint(2**31, (), device="cpu")))
-        read("cancellation", parameters.get("cancellation"))
-        parameters["cancellation"] = request
-        return self._builder.start(
-            self._call(request.inputs, None, with_own_processors(parameters)), streams=True, make_room=make_room
-        )
+        call = self._call(request.inputs, None, of_one_prompt(request, self._runner.ranks))
+        return self._builder.start(call, streams=True, make_room=make_room)
 
     def __repr__(self) -> str:
         changed = ", ".join(f"{name}={getattr(self.config, name)!r}" for name in self.config.to_dict(use_diff=True))

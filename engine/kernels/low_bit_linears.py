@@ -9,35 +9,27 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from caches.layers.quirks import read_layers
-from caches.platform.accelerate_hooks import is_dispatched
 from caches.platform.torch_api import KeepsDataTypes, int4_product, int8_product, pack_int4
-from caches.platform.transformers_api import plan_name
-from caches.platform.warn_once import warn_once
 from engine.errors import OptionError
 from engine.kernels.linear_kernels import has_matrix_units, kernels
 
 _FEW_ROWS = 16  # up to so many torch's operators are faster than products with the weights in full
 _BLOCK = 2**22  # elements of the weights in full at a time
 _FITTED = 2**18  # those whose codes are found at a time: they fit a processor's cache
-_GROUP = 64  # inputs with one scale, 4 bits
+GROUP = 64  # inputs with one scale, 4 bits
 _PACKED = 64  # outputs that are packed together, 4 bits: the most of all processors
 _RANGES = torch.linspace(0.75, 1, 4, device="cpu").tolist()  # parts of a group's range that are tried
 _FITS = 5  # of scale and offset to codes, for each
-_MUCH = 0.25  # share of the bytes in full from which on there is a warning
 
 
-class _LowBitLinear(KeepsDataTypes):
+class LowBitLinear(KeepsDataTypes):
     """in_features, out_features, bias: as of `nn.Linear`. weight: [outs, width] without values (NaN) and memory: models
     and PEFT read its data type, size and device. Codes and scales are made anew of weights that are loaded into it."""
 
@@ -66,7 +58,7 @@ class _LowBitLinear(KeepsDataTypes):
 
 
 def _load_codes(
-    layer: _LowBitLinear,
+    layer: LowBitLinear,
     state: dict[str, torch.Tensor],
     prefix: str,
     metadata: object,
@@ -85,7 +77,7 @@ def _load_codes(
         state |= {f"{prefix}{name}": part for name, part in layer.coded(weight).items()}
 
 
-class Int8Linear(_LowBitLinear):
+class Int8Linear(LowBitLinear):
     """codes: int8 [outs, width]. scales: float32 [outs], one per output; the weights are codes * scales."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
@@ -135,7 +127,7 @@ def _int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor)
     return int8_product(rows.to(torch.bfloat16).contiguous(), codes, ones) * scales
 
 
-class Int4Linear(_LowBitLinear):
+class Int4Linear(LowBitLinear):
     """packed: codes of 4 bits in the order of torch's operator. scales: bfloat16 [width / 64, outs, 2], by group of 64
     inputs and output a scale and an offset; the weights are (codes - 8) * scale + offset.
     """
@@ -152,9 +144,9 @@ class Int4Linear(_LowBitLinear):
 
     def coded(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         weight = functional.pad(weight, (0, 0, 0, -weight.shape[0] % _PACKED))
-        blocks = weight.view(weight.shape[0], -1, _GROUP).split(max(1, _FITTED // weight.shape[1]))
+        blocks = weight.view(weight.shape[0], -1, GROUP).split(max(1, _FITTED // weight.shape[1]))
         codes, scales = zip(*(_four_bits(block.float()) for block in blocks), strict=True)
-        group = torch.tensor([[_GROUP]], device="cpu")  # a scalar would be part of compiled code
+        group = torch.tensor([[GROUP]], device="cpu")  # a scalar would be part of compiled code
         return {"packed": pack_int4(torch.cat(codes)), "scales": torch.cat(scales, dim=1), "group": group}
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -193,11 +185,11 @@ class Int8Embedding(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """See `_LowBitLinear`."""
+        """See `LowBitLinear`."""
         return self.head.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _scaled((self.head.codes[input] * self.head.scales[input, None]).to(self.weight.dtype), self.embed_scale)
+        return scaled((self.head.codes[input] * self.head.scales[input, None]).to(self.weight.dtype), self.embed_scale)
 
 
 def _load_into_head(table: Int8Embedding, state: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
@@ -206,14 +198,14 @@ def _load_into_head(table: Int8Embedding, state: dict[str, torch.Tensor], prefix
         state[f"{prefix}head.weight"] = weight
 
 
-def _scaled(rows: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+def scaled(rows: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     return rows * (scale.to(rows.dtype) if isinstance(scale, torch.Tensor) else scale)
 
 
 def _decoded(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """codes [..., width]. scales [..., width / 64, 2]: of `Int4Linear`. Returns the weights, float32."""
     scale, offset = scales.float()[..., None].unbind(dim=-2)
-    return ((codes.unflatten(-1, (-1, _GROUP)) - 8.0) * scale + offset).flatten(-2)
+    return ((codes.unflatten(-1, (-1, GROUP)) - 8.0) * scale + offset).flatten(-2)
 
 
 def _four_bits(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,122 +274,3 @@ def _block(input: torch.Tensor) -> int:
 def _shaped(out: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     out = out.reshape(*input.shape[:-1], out.shape[-1])
     return out if bias is None else out + bias
-
-
-KINDS: dict[str, type[Int8Linear] | type[Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}
-
-
-def convert_linears(model: PreTrainedModel, weights: str) -> None:
-    """Replace the linear layers of a model by those with `weights`, "int8" or "int4", one after the other.
-
-    Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
-    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do layers
-    of a width that torch's operator does not take (4 bits: no multiple of 64), adapters, and layers whose weights a
-    model reads by itself. Raises `OptionError` if there is none to replace, or some have another number of bits.
-    """
-    known = [module for module in model.modules() if isinstance(module, _LowBitLinear)]
-    tied_heads = [module.head for module in model.modules() if isinstance(module, Int8Embedding)]
-    if any(type(module) is not KINDS[weights] and module not in tied_heads for module in known):
-        raise OptionError(
-            f"weights={weights!r}, but linear layers of this {type(model).__name__} were converted to another number "
-            "of bits already: load it again"
-        )
-    if is_dispatched(model) or any(tensor.device.type != "cpu" for tensor in model.parameters()):
-        raise OptionError(
-            f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
-        )
-    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    read = read_layers()
-    adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
-    linears = {name: module for name, module in model.named_modules()
-               if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in read}  # fmt: skip
-    del adapters
-    replaced = len(known)
-    with torch.no_grad():
-        for name in list(linears):
-            module = linears.pop(name)  # its weights are freed once it is replaced
-            tied = [path for path, table in tables.items() if table.weight is getattr(module, "weight", None)]
-            if others := [type(tables[path]).__name__ for path in tied if not _only_scales(tables[path])]:
-                warn_once(
-                    f"weights={weights!r}: {name} of {type(model).__name__} keeps its weights in full, because the "
-                    f"{others[0]} that shares them does more than look them up"
-                )
-                continue
-            if tied:
-                head = Int8Linear(_weight(module), module.bias)
-                _replace(model, name, head)
-                for path in tied:
-                    _replace(model, path, Int8Embedding(tables.pop(path), head))
-            elif weights == "int8" or _width(module) % _GROUP == 0:
-                _replace(model, name, KINDS[weights](_weight(module), module.bias))
-            else:
-                continue
-            replaced += 1
-    if replaced == 0:
-        raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
-    _warn_of_rest(model, weights)
-    if next(model.parameters(), None) is None:  # transformers reads the model's data type and device from the first one
-        dtype = next(module.weight.dtype for module in model.modules() if isinstance(module, _LowBitLinear))
-        model.register_parameter(
-            "low_bit_dtype", nn.Parameter(torch.empty(0, dtype=dtype, device="cpu"), requires_grad=False)
-        )
-
-
-def _only_scales(table: nn.Embedding) -> bool:
-    """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
-    if type(table) is nn.Embedding:
-        return True
-    if (scale := getattr(table, "embed_scale", None)) is None:
-        return False
-    ids = torch.arange(0, table.num_embeddings, max(1, table.num_embeddings // 8), device="cpu")[None]
-    return torch.equal(table(ids), _scaled(functional.embedding(ids, table.weight), scale))
-
-
-def _warn_of_rest(model: PreTrainedModel, weights: str) -> None:
-    """Warn where much stays in full, such as experts that are one tensor. Embeddings do not count: a step reads few."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    kept: Counter[str] = Counter()
-    for name, tensor in model.named_parameters():
-        if id(tensor) not in tables:
-            kept[plan_name(name)] += tensor.nbytes
-    converted = sum(module.weight.nbytes for module in model.modules() if isinstance(module, _LowBitLinear))
-    share = kept.total() / (kept.total() + converted)
-    if share > _MUCH:
-        widths = f", with weights='int4' those of widths that are multiples of {_GROUP}" if weights == "int4" else ""
-        warn_once(
-            f"weights={weights!r}: {100 * share:.0f} % of the bytes of {type(model).__name__} without its embeddings "
-            f"stay as they are, most of them in {kept.most_common(1)[0][0]}. Only linear layers are converted{widths}"
-        )
-
-
-def _of_adapters(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that PEFT has added to a layer."""
-    if type(module).__module__.partition(".")[0] == "peft":
-        for name, child in module.named_children():
-            if name != "base_layer":
-                yield from child.modules()
-
-
-def _is_linear(module: Any) -> bool:
-    if type(module) in (nn.Linear, Conv1D):
-        return torch.is_floating_point(module.weight)
-    library, kind = type(module).__module__.partition(".")[0], type(module).__name__
-    return (library, kind) in (("optimum", "QLinear"), ("hqq", "HQQLinear"))
-
-
-def _width(module: Any) -> int:
-    return module.nx if type(module) is Conv1D else module.in_features
-
-
-def _weight(module: Any) -> torch.Tensor:
-    """The weights of a linear layer, [outs, width]."""
-    if type(module) is nn.Linear:
-        return module.weight.detach()
-    if type(module) is Conv1D:
-        return module.weight.detach().T.contiguous()
-    return module.dequantize() if type(module).__name__ == "HQQLinear" else module.qweight.dequantize()
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module.eval())

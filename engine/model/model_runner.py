@@ -19,8 +19,8 @@ from caches.platform.host_allocator import keep_freed_memory
 from caches.platform.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.platform.transformers_api import can_compile_fullgraph
 from caches.protocol import attention_view
-from engine.compiling.compiled_step import compiled, first_reason, makes_graphs, step_of
-from engine.compiling.layer_packages import ComputeAgain, LayerPackages
+from engine.compiling.layer_compiler import ComputeAgain, LayerCompiler
+from engine.compiling.whole_step import compiled, first_reason, makes_graphs, step_of
 from engine.errors import InputError, OptionError
 from engine.kernels import attention_hook
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for
@@ -79,7 +79,7 @@ class ModelRunner:
         self.takes_cache = self.arguments.of_cache.can_be_ours
         self.facts = ModelFacts(proxy(self))  # no circle: what a run holds is freed with it
         self._backend, self._compiled = compile, None
-        self._packages = LayerPackages(model, self._table) if compile == "auto" else None
+        self._packages = LayerCompiler(model, self._table) if compile == "auto" else None
         if makes_graphs(compile):
             self.check_graph(f"compile={compile!r}")
             self._step = step_of(model)

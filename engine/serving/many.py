@@ -8,8 +8,13 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.decoding.stopping import Cancellation
 from engine.errors import InputError, OptionError, UserInterrupt
+from engine.parallel.ranks import OneProcess
+from engine.request.call import read
+from engine.request.logits_processors import with_own_processors
 from engine.serving.batch_request import BatchRequest
 from engine.serving.scheduler import Scheduler
 
@@ -103,6 +108,16 @@ def _read(prompt: object, parameters: dict[str, object]) -> tuple[object, dict[s
         arguments = dict(prompt)
         return arguments.pop("prompt"), parameters | arguments
     return prompt, parameters
+
+
+def of_one_prompt(request: BatchRequest, ranks: OneProcess) -> dict[str, object]:
+    """The parameters of the run of one prompt among many: with a seed and logits processors of its own."""
+    parameters = dict(request.parameters)
+    check_common({name: parameters.get(name) for name in ("streamer", "return_legacy_cache")})
+    if parameters.get("seed") is None:
+        parameters["seed"] = ranks.most(int(torch.randint(2**31, (), device="cpu")))
+    read("cancellation", parameters.get("cancellation"))
+    return with_own_processors(parameters | {"cancellation": request})
 
 
 def check_common(parameters: Mapping[str, object]) -> None:

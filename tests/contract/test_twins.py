@@ -31,7 +31,7 @@ OTHER_WORDS = {
     ("caches/layers/model_version.py", "dynamic"),
     ("caches/layers/rope.py", "dynamic"),
     ("caches/layers/quirks.py", "mamba"),
-    ("engine/kernels/low_bit_linears.py", "hqq"),
+    ("engine/kernels/weight_conversion.py", "hqq"),
     ("engine/request/parameter_hints.py", "quantized"),
     ("engine/request/parameter_hints.py", "sliding_window"),
     ("engine/server/bodies.py", "none"),

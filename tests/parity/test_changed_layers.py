@@ -12,7 +12,6 @@ from compiled import AUTO, GREEDY, generator_of, reference
 from torch import nn
 
 import engine
-from engine.compiling import layer_packages
 from engine.compiling.compiled_layer import LayerChain, are_chained
 
 pytestmark = [
@@ -224,7 +223,7 @@ def test_modules_of_other_libraries_keep_their_own_forward(llama):
 @pytest.mark.parametrize("what", ["an attribute", "training"])
 def test_what_changes_within_layers_is_computed_by_themselves(llama, what, monkeypatch):
     generator = generator_of(llama)
-    monkeypatch.setattr(layer_packages, "start_building", lambda *a: None)
+    monkeypatch.setattr(layer_compiler, "start_building", lambda *a: None)
     attention = llama.model.layers[1].self_attn
     if what == "training":
         attention.training = True

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
 import engine
-from engine.compiling import layer_attention, layer_packages
+from engine.compiling import layer_attention
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
@@ -67,13 +67,13 @@ def test_tokens_that_are_verified(llama, monkeypatch):
     for _ in range(3):
         generator.generate(again, **arguments)
         generator._runner.finish_compiling()
-    counted, compute = [], layer_packages._Set._chained
+    counted, compute = [], layer_compiler._Set._chained
 
     def counting(self, inputs, attention):
         counted.append(inputs["input_ids"].shape[1])
         return compute(self, inputs, attention)
 
-    monkeypatch.setattr(layer_packages._Set, "_chained", counting)
+    monkeypatch.setattr(layer_compiler._Set, "_chained", counting)
     out = generator.generate(again, **arguments)
     assert torch.equal(out.sequences, reference(llama, again, **arguments))
     assert out.stats.compiled == "4 layers"

@@ -84,9 +84,9 @@ def imports_codec(node):
         (
             calls_the_model,
             {
-                "engine/compiling/compiled_step.py",
+                "engine/compiling/whole_step.py",
                 "engine/export.py",
-                "engine/compiling/layer_packages.py",
+                "engine/compiling/layer_compiler.py",
                 "engine/model/model_runner.py",
                 "engine/memory/model_footprint.py",
             },

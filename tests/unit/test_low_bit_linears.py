@@ -23,9 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 import caches
 import engine
 from caches.platform.warn_once import warn_once
-from engine.kernels import linear_routes, low_bit_linears
+from engine.kernels import linear_routes, low_bit_linears, weight_conversion
 from engine.kernels.linear_kernels import has_matrix_units, kernels
-from engine.kernels.low_bit_linears import KINDS, Int4Linear, Int8Embedding, Int8Linear, convert_linears
+from engine.kernels.low_bit_linears import Int4Linear, Int8Embedding, Int8Linear
+from engine.kernels.weight_conversion import KINDS, convert_linears
 
 
 def weights_of(layer):
@@ -380,7 +381,7 @@ def test_a_second_generator_takes_the_layers_as_they_are():
 
 
 def test_a_conversion_that_was_stopped_goes_on(monkeypatch):
-    replace, replaced = low_bit_linears._replace, []
+    replace, replaced = weight_conversion._replace, []
 
     def stopped(*arguments):
         replaced.append(arguments)
@@ -389,7 +390,7 @@ def test_a_conversion_that_was_stopped_goes_on(monkeypatch):
         replace(*arguments)
 
     model = model_with(None, tie_word_embeddings=True)
-    monkeypatch.setattr(low_bit_linears, "_replace", stopped)
+    monkeypatch.setattr(weight_conversion, "_replace", stopped)
     with pytest.raises(KeyboardInterrupt):
         convert_linears(model, "int4")
     monkeypatch.undo()
@@ -407,13 +408,13 @@ def test_weights_are_freed_one_after_the_other(monkeypatch, weights):
     """Or a model that just fits into memory would not be there twice, but a quarter more."""
     model, alive = model_with(None), []
     kept = [weakref.ref(module) for module in model.modules() if type(module) is nn.Linear]
-    replace = low_bit_linears._replace
+    replace = weight_conversion._replace
 
     def counted(*arguments):
         replace(*arguments)
         alive.append(sum(one() is not None for one in kept))
 
-    monkeypatch.setattr(low_bit_linears, "_replace", counted)
+    monkeypatch.setattr(weight_conversion, "_replace", counted)
     convert_linears(model, weights)
     assert alive == list(range(len(kept), 0, -1))
 

@@ -15,7 +15,7 @@ from caches.layers import fingerprint as fingerprints
 from caches.layers.fingerprint import differences, fingerprint
 from caches.layers.model_version import model_version
 from caches.layers.read_by import ReadBy
-from engine.kernels.low_bit_linears import convert_linears
+from engine.kernels.weight_conversion import convert_linears
 
 _LLAMA = ARCHITECTURES["llama"][1]
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}

@@ -50,7 +50,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative differences 
 _LOW_TOLERANCE = 5e-2  # of data types with few bits
 
 
-class LayerPackages:
+class LayerCompiler:
     """The compiled layers of one model. linears: the matrix products of its linear layers.
 
     state: what became of it, in words. Call its methods in the model's turn, except for `wait`.

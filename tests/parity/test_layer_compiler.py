@@ -18,7 +18,7 @@ import caches
 import engine
 from caches.platform.machine import cache_folder
 from configs import ConfigError
-from engine.compiling import compiled_layer, layer_packages, package_builder
+from engine.compiling import compiled_layer, layer_compiler, package_builder
 from engine.compiling.layer_step import _structure, have_shapes, rows_like
 from engine.compiling.package_builder import failure_of
 
@@ -199,8 +199,8 @@ def test_what_could_not_be_built_is_not_tried_in_every_process(monkeypatch):
         return Builder(command)
 
     packages = []
-    find = layer_packages.package_of
-    monkeypatch.setattr(layer_packages, "package_of", lambda *a: packages.append(find(*a)) or packages[-1])
+    find = layer_compiler.package_of
+    monkeypatch.setattr(layer_compiler, "package_of", lambda *a: packages.append(find(*a)) or packages[-1])
     monkeypatch.setattr(subprocess, "Popen", fail)
     monkeypatch.setattr(package_builder, "_give_way", lambda process: None)
     monkeypatch.setattr(Builder, "code", 0)
@@ -256,7 +256,7 @@ def test_without_a_kernel_packages_stay_for_others(llama, monkeypatch):
     def fail():
         raise ConfigError("no compiler")
 
-    monkeypatch.setattr(layer_packages.KERNELS, "or_error", fail)
+    monkeypatch.setattr(layer_compiler.KERNELS, "or_error", fail)
     out = engine.Generator(copy.deepcopy(llama), config=AUTO).generate(prompt(2), **GREEDY)
     assert torch.equal(out.sequences, reference(llama, prompt(2)))
     assert "no compiler" in out.stats.compiled

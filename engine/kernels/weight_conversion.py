@@ -1,0 +1,139 @@
+"""Puts layers with weights of few bits in the place of a model's linear layers: `EngineConfig(weights=...)`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from caches.layers.quirks import read_layers
+from caches.platform.accelerate_hooks import is_dispatched
+from caches.platform.transformers_api import plan_name
+from caches.platform.warn_once import warn_once
+from engine.errors import OptionError
+from engine.kernels.low_bit_linears import GROUP, Int4Linear, Int8Embedding, Int8Linear, LowBitLinear, scaled
+
+_MUCH = 0.25  # share of the bytes in full from which on there is a warning
+KINDS: dict[str, type[Int8Linear] | type[Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}
+
+
+def convert_linears(model: PreTrainedModel, weights: str) -> None:
+    """Replace the linear layers of a model by those with `weights`, "int8" or "int4", one after the other.
+
+    Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
+    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do layers
+    of a width that torch's operator does not take (4 bits: no multiple of 64), adapters, and layers whose weights a
+    model reads by itself. Raises `OptionError` if there is none to replace, or some have another number of bits.
+    """
+    known = [module for module in model.modules() if isinstance(module, LowBitLinear)]
+    tied_heads = [module.head for module in model.modules() if isinstance(module, Int8Embedding)]
+    if any(type(module) is not KINDS[weights] and module not in tied_heads for module in known):
+        raise OptionError(
+            f"weights={weights!r}, but linear layers of this {type(model).__name__} were converted to another number "
+            "of bits already: load it again"
+        )
+    if is_dispatched(model) or any(tensor.device.type != "cpu" for tensor in model.parameters()):
+        raise OptionError(
+            f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
+        )
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    read = read_layers()
+    adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
+    linears = {name: module for name, module in model.named_modules()
+               if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in read}  # fmt: skip
+    del adapters
+    replaced = len(known)
+    with torch.no_grad():
+        for name in list(linears):
+            module = linears.pop(name)  # its weights are freed once it is replaced
+            tied = [path for path, table in tables.items() if table.weight is getattr(module, "weight", None)]
+            if others := [type(tables[path]).__name__ for path in tied if not _only_scales(tables[path])]:
+                warn_once(
+                    f"weights={weights!r}: {name} of {type(model).__name__} keeps its weights in full, because the "
+                    f"{others[0]} that shares them does more than look them up"
+                )
+                continue
+            if tied:
+                head = Int8Linear(_weight(module), module.bias)
+                _replace(model, name, head)
+                for path in tied:
+                    _replace(model, path, Int8Embedding(tables.pop(path), head))
+            elif weights == "int8" or _width(module) % GROUP == 0:
+                _replace(model, name, KINDS[weights](_weight(module), module.bias))
+            else:
+                continue
+            replaced += 1
+    if replaced == 0:
+        raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
+    _warn_of_rest(model, weights)
+    if next(model.parameters(), None) is None:  # transformers reads the model's data type and device from the first one
+        dtype = next(module.weight.dtype for module in model.modules() if isinstance(module, LowBitLinear))
+        model.register_parameter(
+            "low_bit_dtype", nn.Parameter(torch.empty(0, dtype=dtype, device="cpu"), requires_grad=False)
+        )
+
+
+def _only_scales(table: nn.Embedding) -> bool:
+    """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
+    if type(table) is nn.Embedding:
+        return True
+    if (scale := getattr(table, "embed_scale", None)) is None:
+        return False
+    ids = torch.arange(0, table.num_embeddings, max(1, table.num_embeddings // 8), device="cpu")[None]
+    return torch.equal(table(ids), scaled(functional.embedding(ids, table.weight), scale))
+
+
+def _warn_of_rest(model: PreTrainedModel, weights: str) -> None:
+    """Warn where much stays in full, such as experts that are one tensor. Embeddings do not count: a step reads few."""
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kept: Counter[str] = Counter()
+    for name, tensor in model.named_parameters():
+        if id(tensor) not in tables:
+            kept[plan_name(name)] += tensor.nbytes
+    converted = sum(module.weight.nbytes for module in model.modules() if isinstance(module, LowBitLinear))
+    share = kept.total() / (kept.total() + converted)
+    if share > _MUCH:
+        widths = f", with weights='int4' those of widths that are multiples of {GROUP}" if weights == "int4" else ""
+        warn_once(
+            f"weights={weights!r}: {100 * share:.0f} % of the bytes of {type(model).__name__} without its embeddings "
+            f"stay as they are, most of them in {kept.most_common(1)[0][0]}. Only linear layers are converted{widths}"
+        )
+
+
+def _of_adapters(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that PEFT has added to a layer."""
+    if type(module).__module__.partition(".")[0] == "peft":
+        for name, child in module.named_children():
+            if name != "base_layer":
+                yield from child.modules()
+
+
+def _is_linear(module: Any) -> bool:
+    if type(module) in (nn.Linear, Conv1D):
+        return torch.is_floating_point(module.weight)
+    library, kind = type(module).__module__.partition(".")[0], type(module).__name__
+    return (library, kind) in (("optimum", "QLinear"), ("hqq", "HQQLinear"))
+
+
+def _width(module: Any) -> int:
+    return module.nx if type(module) is Conv1D else module.in_features
+
+
+def _weight(module: Any) -> torch.Tensor:
+    """The weights of a linear layer, [outs, width]."""
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    if type(module) is Conv1D:
+        return module.weight.detach().T.contiguous()
+    return module.dequantize() if type(module).__name__ == "HQQLinear" else module.qweight.dequantize()
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module.eval())
