@@ -19,7 +19,7 @@ from caches.platform.out_of_memory import Exhausted, in_words, recovering
 from caches.platform.torch_api import set_grad_enabled
 from caches.platform.undo import on_failure
 from configs import EngineConfig, checked_fallbacks
-from engine.compiling.whole_step import makes_graphs
+from engine.compiling.full_step import makes_graphs
 from engine.decoding.chunking import FindPauses
 from engine.decoding.draft import Draft
 from engine.decoding.driver import Driver

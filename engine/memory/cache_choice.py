@@ -14,7 +14,7 @@ from caches import EngineCache
 from caches.platform.warn_once import warn_once
 from configs import CacheConfig, EngineConfig, nearest
 from configs.cache import COMPILED_CACHE, DEFAULT_CACHE, NO_CACHE
-from engine.compiling.whole_step import makes_graphs
+from engine.compiling.full_step import makes_graphs
 from engine.errors import InputError, OptionError
 from engine.memory.budget import Budget
 from engine.memory.cache_size import empty_cache

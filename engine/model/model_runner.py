@@ -19,8 +19,8 @@ from caches.platform.host_allocator import keep_freed_memory
 from caches.platform.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.platform.transformers_api import can_compile_fullgraph
 from caches.protocol import attention_view
+from engine.compiling.full_step import compiled, first_reason, makes_graphs, step_of
 from engine.compiling.layer_compiler import ComputeAgain, LayerCompiler
-from engine.compiling.whole_step import compiled, first_reason, makes_graphs, step_of
 from engine.errors import InputError, OptionError
 from engine.kernels import attention_hook
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, active, changes, table_for

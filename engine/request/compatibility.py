@@ -10,7 +10,7 @@ from caches import CapacityError, EngineCache
 from caches.platform.accelerate_hooks import is_dispatched, prompt_device
 from caches.protocol import attention_view, capabilities
 from caches.transfer.convert import can_migrate
-from engine.compiling.whole_step import makes_graphs
+from engine.compiling.full_step import makes_graphs
 from engine.errors import InputError, OptionError
 from engine.model.masks import check_takes_masks
 from engine.model.model_runner import ModelRunner

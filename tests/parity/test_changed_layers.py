@@ -12,6 +12,7 @@ from compiled import AUTO, GREEDY, generator_of, reference
 from torch import nn
 
 import engine
+from engine.compiling import layer_compiler
 from engine.compiling.compiled_layer import LayerChain, are_chained
 
 pytestmark = [

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import caches
 import engine
-from engine.compiling import layer_attention
+from engine.compiling import layer_attention, layer_compiler
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),

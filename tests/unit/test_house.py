@@ -84,7 +84,7 @@ def imports_codec(node):
         (
             calls_the_model,
             {
-                "engine/compiling/whole_step.py",
+                "engine/compiling/full_step.py",
                 "engine/export.py",
                 "engine/compiling/layer_compiler.py",
                 "engine/model/model_runner.py",
