@@ -39,7 +39,7 @@ from caches.protocol import TokenLog
 from caches.registry import recipe
 from configs import ConfigError, EncoderDecoderCacheConfig
 
-_VERSION = 3
+_VERSION = 4
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
 _OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
