@@ -102,18 +102,13 @@ def memory(report: Report) -> str:
     cases = report["cases"]
     assert not report["left_out"]
     assert all(row["same_text"] is not False for case in cases for row in case["rows"].values())
-    longest = cases[-1]
-    sizes = [
-        [
-            name,
-            f"{row['predicted_bytes_per_token']:,.0f}",
-            f"{row['bytes_per_token']:,.0f}",
-            f"{row['of_full']:.1%}",
-            f"{row['of_full_with_scratch']:.1%}",
-            "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}",
-        ]
-        for name, row in longest["rows"].items()
-    ]
+    longest, sizes = cases[-1], []
+    head = ["cache", "by arithmetic", "measured", "of full keys and values", "with scratch", "peak of the process, MB"]
+    for name, row in longest["rows"].items():
+        counted = [f"{row[part]:,.0f}" for part in ("predicted_bytes_per_token", "bytes_per_token")]
+        shares = [f"{row[part]:.1%}" for part in ("of_full", "of_full_with_scratch")]
+        sizes.append([name, *counted, *shares, "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:,.0f}"])
+    contexts = [name for case in cases for name in (str(case["context"]), "x")]
     times = [[_BOUND.replace("cache", "full cache")]]
     for case in cases:
         times[0] += [f"{case['floor_ms']:.1f}", ""]
@@ -124,49 +119,24 @@ def memory(report: Report) -> str:
     return text(
         f"{machine(report)}; {longest['context']} tokens. Bytes per token count what the cache keeps, by arithmetic "
         "and as measured with room for more.",
-        table(
-            [
-                "cache",
-                "by arithmetic",
-                "measured",
-                "of full keys and values",
-                "with scratch",
-                "peak of the process, MB",
-            ],
-            sizes,
-            "lrrrrr",
-        ),
+        table(head, sizes, "lrrrrr"),
         f"ms per token, median (least to most) of {report['new_tokens']} steps; x is how many times faster than "
         "transformers' cache of the same kind and library.",
-        table(
-            ["context", *(name for case in cases for name in (str(case["context"]), "x"))],
-            times,
-            "l" + "lr" * len(cases),
-        ),
+        table(["context", *contexts], times, "l" + "lr" * len(cases)),
     )
 
 
 def quality(report: Report) -> str:
     codecs, stream = report["codecs"], report["stream"]
     full = codecs["dynamic"]["perplexity"]
-    rows = [
-        [
-            name,
-            f"{taken['bits_per_byte']:.4f}",
-            f"{taken['perplexity']:,.3f}",
-            f"{taken['perplexity'] / full - 1:+.2%}",
-            f"{taken['bytes_per_token']:,.0f}",
-        ]
-        for name, taken in codecs.items()
-    ]
+    head, rows = ["cache", "bits per byte", "perplexity per token", "against dynamic", "bytes per quantized token"], []
+    for name, taken in codecs.items():
+        perplexity = [f"{taken['perplexity']:,.3f}", f"{taken['perplexity'] / full - 1:+.2%}"]
+        rows.append([name, f"{taken['bits_per_byte']:.4f}", *perplexity, f"{taken['bytes_per_token']:,.0f}"])
     return text(
         f"{machine(report)}; {report['texts']} texts of {report['text_tokens']} tokens, the last "
         f"{report['residual_length']} tokens (and up to a block more) in full precision.",
-        table(
-            ["cache", "bits per byte", "perplexity per token", "against dynamic", "bytes per quantized token"],
-            rows,
-            "lrrrr",
-        ),
+        table(head, rows, "lrrrr"),
         f"Perplexity of one text of {stream['windows']} windows of {stream['window']} tokens:",
         _stream(stream),
     )
@@ -226,16 +196,10 @@ def assisted(report: Report) -> str:
     rows = []
     for name, case in report["cases"].items():
         assert case["same_text"]
+        shown = [f"{case['prompt']} + {case['new']}", f"{case['acceptance']:.0%}"]
+        shown.append(f"{case['tokens_per_verification']:.2f}")
         times = [case["engines"].get(engine_name) for engine_name in engines]
-        rows.append(
-            [
-                name,
-                f"{case['prompt']} + {case['new']}",
-                f"{case['acceptance']:.0%}",
-                f"{case['tokens_per_verification']:.2f}",
-                *("-" if row is None else spread(row["whole_s"], 2) for row in times),
-            ]
-        )
+        rows.append([name, *shown, *("-" if row is None else spread(row["whole_s"], 2) for row in times)])
     return text(
         f"{machine(report)}; seconds of a whole call, median (least to most) of {report['runs']}, prompt included.",
         table(["", "prompt + new", "accepted", "tokens per forward", *engines], rows, "llrr"),
@@ -412,17 +376,11 @@ def ray(report: Report) -> str:
 
 def tensor_parallel(report: Report) -> str:
     assert report["same_texts"]
-    rows = [
-        [
-            name,
-            f"{case['ms']['median']:.1f}",
-            f"{case['weight_bytes'] / 1e6:.0f} MB",
-            f"{case['cache_bytes'] / 1e6:.2f} MB",
-            f"{case['operations']['of tensors']:.0f}",
-            f"{case['operations']['of the engine']:.0f}",
-        ]
-        for name, case in report["cases"].items()
-    ]
+    rows = []
+    for name, case in report["cases"].items():
+        sizes = [f"{case['weight_bytes'] / 1e6:.0f} MB", f"{case['cache_bytes'] / 1e6:.2f} MB"]
+        operations = [f"{case['operations'][kind]:.0f}" for kind in ("of tensors", "of the engine")]
+        rows.append([name, f"{case['ms']['median']:.1f}", *sizes, *operations])
     return text(
         f'{machine(report)}; model "{report["model"]}" (12 layers), float32, {report["new_tokens"]} new tokens, '
         "medians of 5; the same texts.",
