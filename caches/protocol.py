@@ -264,7 +264,7 @@ class AttentionView(Protocol):
         raise StepError("transformers makes the masks for this cache")
 
     def extra_slots(self, layer_idx: int, tokens: int) -> int:
-        """Slots that attention over the next `tokens` finds before those that `get_mask_sizes` counts."""
+        """Slots that attention over several `tokens` finds before those of `get_mask_sizes`; 0 for one token."""
         return 0
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:

@@ -5,6 +5,8 @@ Other stores change what they are given, or copy it.
 
 from __future__ import annotations
 
+import torch
+
 from caches.attention.segments import CacheRows, KeysAndValues
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.shared_prefix import ForkedStore
@@ -29,10 +31,14 @@ def open_slots(keys: Store, values: Store) -> KeysAndValues | None:
 def _rows(store: Store) -> CacheRows | None:
     """What `append` is about to return."""
     if not isinstance(store, ForkedStore):
-        slots = store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
+        slots = _slots(store)
         return None if slots is None else CacheRows.of_tensor(slots)
-    prefix = store.prefix.read() if _is_plain(store.prefix) else None
-    return None if prefix is None or (suffix := _rows(store.suffix)) is None else store.rows_of(prefix, *suffix.sources)
+    prefix, suffix = store.prefix.read() if _is_plain(store.prefix) else None, _slots(store.suffix)
+    return None if prefix is None or suffix is None else store.rows_of(prefix, suffix)
+
+
+def _slots(store: Store) -> torch.Tensor | None:
+    return store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
 
 
 def _is_plain(store: Store) -> bool:

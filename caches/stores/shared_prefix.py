@@ -47,19 +47,17 @@ class ForkedStore:
         return None if prefix is None else self._view(prefix, self.suffix.committed())
 
     def _view(self, prefix: torch.Tensor, suffix: torch.Tensor | None) -> KeyValueView:
-        rows = self.rows_of(prefix) if suffix is None else self.rows_of(prefix, suffix)
-        return KeyValueView([rows], prefix)
+        return KeyValueView([self.rows_of(prefix, suffix)], prefix)
 
-    def rows_of(self, *sources: torch.Tensor | CacheRows) -> CacheRows:
-        """The prefix and what comes after it, as what attention reads."""
-        prompts, heads, _, width = sources[0].shape
-        rows_per_prefix = self.timeline.rows_per_prefix  # as it is now: rows may change before this is read
-        return CacheRows(
-            (prompts * rows_per_prefix, heads, sum(source.shape[2] for source in sources), width),
-            [rows_of(source) if isinstance(source, KeyValueView) else source for source in sources],
-            rows_per_prefix=rows_per_prefix,
-            on_materialize=self.timeline.note_materialized,
-        )
+    def rows_of(self, prefix: torch.Tensor, suffix: torch.Tensor | None) -> CacheRows:
+        """Both, as what attention reads."""
+        prompts, heads, slots, width = prefix.shape
+        sources: tuple[torch.Tensor | CacheRows, ...] = (_source(prefix),)
+        if suffix is not None:
+            slots += suffix.shape[2]
+            sources = *sources, _source(suffix)
+        rows_per_prefix, note = self.timeline.rows_per_prefix, self.timeline.note_materialized  # rows may change later
+        return CacheRows((prompts * rows_per_prefix, heads, slots, width), sources, None, rows_per_prefix, False, note)
 
     def merge(self) -> None:
         """Add the suffix to the prefix, of which a step is open that is as long. One row to a prompt."""
@@ -94,3 +92,7 @@ class ForkedStore:
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
         return chain(self.prefix.offloaded_buffers(), self.suffix.offloaded_buffers())
+
+
+def _source(tensor: torch.Tensor) -> torch.Tensor | CacheRows:
+    return rows_of(tensor) if isinstance(tensor, KeyValueView) else tensor

@@ -49,6 +49,11 @@ class Columns:
         return len(self.left_padding)
 
     @property
+    def has_mask(self) -> bool:
+        """Whether there is padding, or the positions are the caller's."""
+        return self._mask is not None
+
+    @property
     def are_plain(self) -> bool:
         """Whether there is no padding, and the positions count the tokens."""
         return self._mask is None and not self.are_given

@@ -72,7 +72,7 @@ class StepMasks:
             return self._of_layers(view, columns, begin, end) if view.imposes_windows else None
         # In most steps there is none; what follows takes microseconds. Joined rows of one length may differ in slots.
         # `isinstance` takes long: the class is an `AttentionView`, which is a protocol.
-        if columns.mask(end) is None and not (type(cache) is JoinedCaches and cache.slots_differ):
+        if not columns.has_mask and not (type(cache) is JoinedCaches and cache.slots_differ):
             return None
         view = attention_view(cache)
         return self._of_layers(view, columns, begin, end) if self.can_make(view) else None
@@ -98,8 +98,8 @@ class StepMasks:
     def _of_layers(self, view: AttentionView, columns: Columns, begin: int, end: int) -> Masks:
         dtype = _mask_dtype(self._model)
         assert dtype is not None  # a cache that imposes windows has been checked before the run
-        mask = columns.mask(end)
-        states = None if end - begin == 1 or mask is None else mask[:, begin:]
+        mask = columns.mask(end) if end - begin > 1 else None
+        states = None if mask is None else mask[:, begin:]
         masks = dict[str, Mask]()
         for layer, spec in enumerate(view.specs):
             if spec.keeps_kv and spec.layer_type not in masks:
@@ -159,10 +159,10 @@ def _of_layer(
         slots = torch.tensor(view.slots_of_rows(layer), device="cpu").clamp(max=window or length)[:, None, None, None]
         visible = (torch.arange(length, device="cpu") >= length - slots).to(columns.device)
         return visible if dtype == torch.bool else additive(visible, dtype)
-    copied = view.extra_slots(layer, end - begin)
-    sees_all = end - begin == 1 and offset + length == end and (window is None or length <= window) and not copied
-    if sees_all and columns.mask(end) is not None:
+    sees_all = end - begin == 1 and offset + length == end and (window is None or length <= window)
+    if sees_all and columns.has_mask:
         return columns.step_mask(offset, end, dtype)
+    copied = view.extra_slots(layer, end - begin)
     visible = visible_slots(columns, begin, end, offset, length, window, copied)
     return visible if dtype == torch.bool else additive(visible, dtype)
 
