@@ -19,7 +19,7 @@ from caches.errors import StepError
 from caches.layers.rope import RopeRotation
 from caches.platform.as_tensor import as_tensor
 from caches.platform.torch_api import always_writable
-from caches.stores.dense import GrowingStore
+from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.store import Store
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
@@ -152,6 +152,7 @@ class SinkStore:
     def __init__(self, store: Store, sinks: Sinks):
         self.store, self.sinks, self.timeline = store, sinks, sinks.timeline
         self.tensor = store if isinstance(store, GrowingStore) else None
+        self._is_fixed = isinstance(store, FixedStore)  # its memory has room for all rows, and does not move
         self.is_quantized, self.storage_format = store.is_quantized, ("sinks", store.storage_format)
         # What a step does to the window.
         self.read, self.reserve, self.compact = store.read, store.reserve, store.compact
@@ -241,11 +242,11 @@ class SinkStore:
         chosen = [tensor.index_select(0, index.to(tensor.device)) for tensor in self.sinks.tensors()]
         self.store.select_rows(index)
         for originals in chosen:
-            self.sinks.replace(originals, in_place=self.tensor is not None)
+            self.sinks.replace(originals, in_place=self._is_fixed)
 
     def reset(self) -> None:
         self.store.reset()
-        if self.tensor is None:
+        if not self._is_fixed:
             self.sinks.replace(None, in_place=False)
 
     def release(self) -> None:
