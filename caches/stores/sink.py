@@ -100,12 +100,16 @@ class Sinks:
         """Whether the next token can no longer see all of its row: bool [rows, 1, 1, 1]."""
         return self.delta(1, device)[:, :, None, None] > 0
 
+    def may_follow(self, begin: int) -> bool:
+        """Whether some of them may come after `begin` tokens of a text."""
+        return self.count > 0 and begin < self.padding.most + self.count
+
     def note(self, added: torch.Tensor, begin: int) -> None:
         """Keep the sinks among `added` [rows, heads, tokens, width], which come after `begin` tokens of a text."""
         if self.count == 0:
             return
         self.make_room(added)
-        if begin >= self.padding.most + self.count:
+        if not self.may_follow(begin):
             return
         rows, heads, tokens, width = added.shape
         places = self.padding.of(rows, added.device)[:, None] - begin
@@ -201,7 +205,7 @@ class SinkStore:
     def note_compiled(self) -> None:
         """After a compiled step, before its commit: keep the sinks among the tokens that it wrote."""
         timeline = self.timeline
-        if timeline.graph and self.tensor is not None:
+        if timeline.graph and self.tensor is not None and self.sinks.may_follow(timeline.total_tokens):
             self.sinks.note(self.tensor.memory(timeline.end, timeline.pending), timeline.total_tokens)
 
     def note_again(self) -> None:

@@ -160,6 +160,17 @@ def test_rows_become_more_where_the_window_is_in_tensors_that_grow():
             feeder.step(count)
 
 
+def test_compiled_steps_look_at_no_slot_once_all_sinks_are_known(monkeypatch):
+    feeder = Feeder([0, 2])
+    feeder.step(5)
+    monkeypatch.setattr(caches.GrowingStore, "memory", lambda *slots: pytest.fail(f"slots {slots[1:]} were read"))
+    new = torch.randn(2, 1, 1, 5, dtype=torch.float64)
+    feeder.cache.begin(1, graph=True)
+    feeder.cache.update(new, new, 0)
+    feeder.cache.commit()
+    assert feeder.cache.total_tokens == 6
+
+
 @pytest.mark.parametrize("residual", [2, 4])
 def test_copies_of_sinks_are_written_over_no_token(residual, monkeypatch):
     """Where fewer tokens than there are sinks are quantized, copies come before tokens that are kept in full."""
