@@ -15,10 +15,8 @@ import torch
 from caches.core.cache_layout import MOVES, QUANTIZES, CacheLayout
 from caches.core.layer_groups import LayerGroups
 from caches.errors import StepError
-from caches.layers.layer_spec import INDEX, KV, PLAIN, STATE, LayerSpec
+from caches.layers.layer_spec import PLAIN, LayerSpec
 from caches.protocol import TokenLog
-
-_IN_WORDS = {KV: "keys and values", INDEX: "index", STATE: "state"}
 
 
 class LayerStack(LayerGroups):

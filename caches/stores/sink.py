@@ -19,7 +19,7 @@ from caches.errors import StepError
 from caches.layers.rope import RopeRotation
 from caches.platform.as_tensor import as_tensor
 from caches.platform.torch_api import always_writable
-from caches.stores.dense import GrowingStore
+from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.store import Store
 from caches.timeline.retention import KeepSinks
 from caches.timeline.timeline import Timeline
@@ -100,12 +100,16 @@ class Sinks:
         """Whether the next token can no longer see all of its row: bool [rows, 1, 1, 1]."""
         return self.delta(1, device)[:, :, None, None] > 0
 
+    def may_follow(self, begin: int) -> bool:
+        """Whether some of them may come after `begin` tokens of a text."""
+        return self.count > 0 and begin < self.padding.most + self.count
+
     def note(self, added: torch.Tensor, begin: int) -> None:
         """Keep the sinks among `added` [rows, heads, tokens, width], which come after `begin` tokens of a text."""
         if self.count == 0:
             return
         self.make_room(added)
-        if begin >= self.padding.most + self.count:
+        if not self.may_follow(begin):
             return
         rows, heads, tokens, width = added.shape
         places = self.padding.of(rows, added.device)[:, None] - begin
@@ -152,6 +156,7 @@ class SinkStore:
     def __init__(self, store: Store, sinks: Sinks):
         self.store, self.sinks, self.timeline = store, sinks, sinks.timeline
         self.tensor = store if isinstance(store, GrowingStore) else None
+        self._is_fixed = isinstance(store, FixedStore)  # its memory has room for all rows, and does not move
         self.is_quantized, self.storage_format = store.is_quantized, ("sinks", store.storage_format)
         # What a step does to the window.
         self.read, self.reserve, self.compact = store.read, store.reserve, store.compact
@@ -200,7 +205,7 @@ class SinkStore:
     def note_compiled(self) -> None:
         """After a compiled step, before its commit: keep the sinks among the tokens that it wrote."""
         timeline = self.timeline
-        if timeline.graph and self.tensor is not None:
+        if timeline.graph and self.tensor is not None and self.sinks.may_follow(timeline.total_tokens):
             self.sinks.note(self.tensor.memory(timeline.end, timeline.pending), timeline.total_tokens)
 
     def note_again(self) -> None:
@@ -241,11 +246,11 @@ class SinkStore:
         chosen = [tensor.index_select(0, index.to(tensor.device)) for tensor in self.sinks.tensors()]
         self.store.select_rows(index)
         for originals in chosen:
-            self.sinks.replace(originals, in_place=self.tensor is not None)
+            self.sinks.replace(originals, in_place=self._is_fixed)
 
     def reset(self) -> None:
         self.store.reset()
-        if self.tensor is None:
+        if not self._is_fixed:
             self.sinks.replace(None, in_place=False)
 
     def release(self) -> None:

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from exact_codecs import AsTheyAre
 
 import caches
 from caches import backends
+from caches.core.sink_hook import SinkHook
 from caches.layers.rope import RopeRotation
+from caches.timeline.retention import KeepSinks
 from engine.model.columns import Columns
 from engine.model.masks import visible_slots
 
@@ -137,6 +140,35 @@ def test_pads_are_told_before_anything_is_forgotten():
     feeder.pads, feeder.keys = [0, 2], [held[:0] for held in feeder.keys]
     for count in (5, 5, 1):
         feeder.step(count)
+
+
+def test_rows_become_more_where_the_window_is_in_tensors_that_grow():
+    feeder = Feeder([0, 2])
+    hook = partial(SinkHook, feeder.window, lambda specs: None)
+    feeder.cache = caches.Cache(
+        "growing sinks",
+        feeder.cache.specs,
+        lambda slot: caches.GrowingStore(slot.timeline),
+        retention=lambda spec: KeepSinks(feeder.window - 1, feeder.sinks),
+        make_hook=hook,
+    )
+    feeder.cache.set_padding(feeder.pads)
+    feeder.step(4)
+    for index in ([0, 0, 1, 1], [3, 0], [1, 0, 1]):
+        feeder.select_rows(index)
+        for count in (1, 1, 5, 1):
+            feeder.step(count)
+
+
+def test_compiled_steps_look_at_no_slot_once_all_sinks_are_known(monkeypatch):
+    feeder = Feeder([0, 2])
+    feeder.step(5)
+    monkeypatch.setattr(caches.GrowingStore, "memory", lambda *slots: pytest.fail(f"slots {slots[1:]} were read"))
+    new = torch.randn(2, 1, 1, 5, dtype=torch.float64)
+    feeder.cache.begin(1, graph=True)
+    feeder.cache.update(new, new, 0)
+    feeder.cache.commit()
+    assert feeder.cache.total_tokens == 6
 
 
 @pytest.mark.parametrize("residual", [2, 4])
