@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache as TransformersCache
 
 from caches.errors import StepError, UnsupportedLayerError
 from caches.layers.layer_spec import LayerSpec
 from caches.layers.read_by import ReadBy
 from caches.layers.rope import RopeRotation
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 @dataclass(frozen=True)

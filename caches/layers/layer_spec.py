@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
 from caches.errors import UnsupportedLayerError
 from caches.layers.quirks import quirks_of
 from caches.layers.rope import RopeRotation, read_rope
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
 
 KV, INDEX, STATE, UNKNOWN = "kv", "index", "state", "something unknown"
 MODEL_SPECIFIC = "something that only transformers' own layer knows"  # the text is part of error messages

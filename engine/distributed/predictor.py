@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from configs import EngineConfig
 from engine.errors import OptionError
 from engine.generator import Generator
 from engine.serving.batch_request import BatchRequest
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 _MADE = ("text", "finish_reason", "new_tokens", "error")
 _NO_PROMPT = (None, None, 0, "InputError: there is no prompt in this row")

@@ -1,7 +1,7 @@
 """`Scheduler`: runs many requests turn by turn. A turn is one step of all that decode, and a piece of each new prompt.
 
 Steps of one token per row are one forward of the model over the rows of all requests, each with its own cache. Requests
-whose steps cannot be joined (`DecodingLoop.why_alone`) take their steps by themselves in the same turn.
+whose steps cannot be joined (`Run.why_alone`) take their steps by themselves in the same turn.
 """
 
 from __future__ import annotations
@@ -171,16 +171,9 @@ class Scheduler:
 
     def _begun(self, request: BatchRequest) -> Run | None:
         try:
-            run: Run | None = None
-            driver = self._start(request, lambda: self._park(run))
+            driver = self._start(request, lambda: self._park(request))  # not its run: no circle would hold its cache
             planned_bytes = 0 if self._most_bytes is None else driver.planned_bytes()
-            run = Run(
-                request,
-                driver,
-                driver.turns(self._piece),
-                planned_bytes,
-            )
-            return run
+            return Run(request, driver, driver.turns(self._piece), planned_bytes)
         except BaseException as error:
             self._end(request, error)
             if isinstance(error, _OF_THE_PROCESS):
@@ -249,7 +242,7 @@ class Scheduler:
             if not out:
                 _logger.warning("a joined step failed, so each request takes it by itself: %s", outcome.failure)
             empty_allocators()
-            if not (out and self._park(runs[0])):
+            if not (out and self._park(runs[0].request)):
                 break
             runs = [run for run in runs if run in self._runs and not run.is_parked]
         for run in runs:
@@ -292,11 +285,11 @@ class Scheduler:
 
     # When memory is out.
 
-    def _park(self, asking: Run | None) -> bool:
-        """Free the cache of the newest run but `asking`, until others have ended; whether there was one."""
-        busy = [asking, self._active, *self._joined]
+    def _park(self, asking: BatchRequest) -> bool:
+        """Free the cache of the newest run but that of `asking`, until others have ended; whether there was one."""
+        busy = [self._active, *self._joined]
         for run in reversed(self._runs):
-            if run in busy or not run.can_be_parked:
+            if run.request is asking or run in busy or not run.can_be_parked:
                 continue
             with recovering(Exception) as outcome:
                 run.park(self._ended_count)

@@ -55,6 +55,20 @@ def test_however_a_run_ends(ending):
     assert not left_by(lambda: [call(ending, strategy, "full and windows", "dynamic") for strategy in NAMES])
 
 
+def test_requests_of_a_batch_go_when_they_end_not_with_the_batch():
+    generator, prompts = engine.Generator(tiny_model("llama")), [[5, 6, 7 + number] for number in range(12)]
+    seen = []
+
+    def few_at_once():
+        for request in generator.generate_many(prompts, max_new_tokens=3, slots=2):
+            seen.append((request.error, alive()["DecodingLoop"]))
+
+    left_by(few_at_once)
+    errors, loops = zip(*seen[len(prompts) :], strict=True)
+    assert set(errors) == {None}
+    assert max(loops) <= 3  # those of two slots, and the one that is about to begin
+
+
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError, engine.InputError])
 def test_an_error_that_is_dropped(interrupt):
     def stop(ids, scores):

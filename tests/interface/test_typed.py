@@ -7,11 +7,14 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 from places import ROOT
 
+import caches
 import engine
+from engine.distributed.predictor import Predictor
 from engine.parameters import PARAMETERS
 
 FACES = [engine.generate, engine.stream, engine.Generator.generate, engine.Generator.stream]
@@ -64,6 +67,14 @@ def test_every_field_of_a_result_is_documented_once(record):
     assert head
     names = [name for line in section.splitlines() if " : " in line for name in line.partition(" : ")[0].split(", ")]
     assert sorted(names) == sorted(field.name for field in fields(record))
+
+
+@pytest.mark.parametrize(
+    "function", [caches.read_specs, caches.mask_kinds, caches.EngineCache.check_fits, Predictor.__init__]
+)
+def test_annotations_can_be_evaluated(function):
+    parameters = set(inspect.signature(function).parameters) - {"self", "parameters"}
+    assert parameters <= set(get_type_hints(function))
 
 
 @pytest.mark.slow
