@@ -84,6 +84,10 @@ class Run:
         self.forward = item
         return False
 
+    def release(self) -> None:
+        """Free what it has computed, after its end: frames that its error came through may keep the run."""
+        del self.driver, self.turns
+
     @property
     def why_alone(self) -> str | None:
         """Why the forward that is due cannot be computed together with those of other runs; None where it can."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,10 +47,20 @@ def _without_cache(result: Generation | BaseException) -> Generation | BaseExcep
     if not isinstance(result, (Exception, *_OF_THE_PROCESS)):
         failure = EngineError(f"{type(result).__name__}: {result}")
         failure.__cause__ = result
-        return failure
+        result = failure
+    if not isinstance(result, _OF_THE_PROCESS):
+        _clear_frames(result)
     if isinstance(partial := getattr(result, "partial", None), Generation):
         result.partial = replace(partial, cache=None)  # type: ignore[union-attr]
     return result
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Free what the frames refer to that an error and its causes came through. Their lines of code stay."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__
 
 
 class Scheduler:
@@ -208,6 +219,8 @@ class Scheduler:
             self.ranks.meet()
         finally:
             self._active = None
+            if run not in self._runs:
+                run.release()
 
     def _decode(self) -> None:
         """One step of every run that decodes."""
@@ -277,7 +290,8 @@ class Scheduler:
         self._advance(run, None)
         if run.forward is not None and run.is_reading:  # its last piece
             self._advance(run, None)
-        self._reading.add_piece(run.fed - fed_columns, self._seconds_since(begun))
+        tokens = run.fed - fed_columns if run in self._runs else 0
+        self._reading.add_piece(tokens, self._seconds_since(begun))
         return True
 
     def _piece(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, randomised, tiny_model
-from leaks import ENDINGS, alive, call, fails, out_of_memory
+from leaks import ENDINGS, AtStep, alive, call, fails, out_of_memory
 from places import SUPPORT
 from references import draft_of
 from strategy_cases import NAMES
@@ -67,6 +67,21 @@ def test_requests_of_a_batch_go_when_they_end_not_with_the_batch():
     errors, loops = zip(*seen[len(prompts) :], strict=True)
     assert set(errors) == {None}
     assert max(loops) <= 3  # those of two slots, and the one that is about to begin
+
+
+def test_requests_that_were_cancelled_keep_no_caches():
+    generator, prompts = engine.Generator(tiny_model("llama")), [[5, 6, 7 + number] for number in range(6)]
+    ended = []
+
+    def cancelled():
+        ended[:] = generator.generate_many(
+            [{"prompt": ids, "cancellation": AtStep()} for ids in prompts], max_new_tokens=40, slots=6
+        )
+
+    left = left_by(cancelled)
+    assert {type(request.error) for request in ended} == {engine.GenerationCancelled}
+    assert left["DecodingLoop"] == 0
+    assert all(request.error.__traceback__ for request in ended)  # lines of code stay
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError, torch.OutOfMemoryError, engine.InputError])
