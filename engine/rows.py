@@ -34,6 +34,6 @@ def join_rows(outputs: Sequence[ModelOutput]) -> ModelOutput:
 def _joined(*values: torch.Tensor | None) -> torch.Tensor | None:
     """One leaf of every group: tensors without rows are the same in all groups."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    if not tensors:
+    if len(tensors) < len(values):
         return None
     return torch.cat(tensors) if tensors[0].ndim else tensors[0]

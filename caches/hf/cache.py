@@ -118,6 +118,7 @@ class Cache(ModelCalls, TransformersCache):
         return self.sharing.is_shared
 
     def set_padding(self, padding: torch.Tensor | Sequence[int] | None) -> None:
+        """How many padding tokens each row begins with; None for none. Only sinks need to know."""
         self.view.set_padding(padding)
 
     # What it is made of.

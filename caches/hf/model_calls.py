@@ -196,9 +196,11 @@ class ModelCalls(ClassicNames):
         return timeline.clock if timeline.graph and timeline.clock is not None else self.total_tokens
 
     def get_query_offset(self, layer_idx: int = 0) -> int | torch.Tensor:
+        """The position of the next token: tokens fed so far, evicted ones included."""
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
+        """The columns that a layer's mask has in a step of `query_length` tokens, and the number of the first one."""
         return self.view.get_mask_sizes(query_length, layer_idx)
 
     @property
