@@ -200,7 +200,7 @@ class ModelCalls(ClassicNames):
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int | torch.Tensor]:
-        """The columns that a layer's mask has in a step of `query_length` tokens, and the number of the first one."""
+        """The slots that a layer's mask covers in a step of `query_length` tokens, and the token in the first one."""
         return self.view.get_mask_sizes(query_length, layer_idx)
 
     @property

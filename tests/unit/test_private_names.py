@@ -366,6 +366,7 @@ WORK = {
         "tree_flatten": trees_are_rebuilt,
         "tree_unflatten": trees_are_rebuilt,
         "DisableTorchFunctionSubclass": wrapper_has_no_memory,
+        "TreeSpec": lambda: isinstance(torch_api.tree_flatten([1])[1], torch_api.TreeSpec),
         "TorchDispatchMode": lambda: hasattr(torch_api.TorchDispatchMode, "__torch_dispatch__"),
         "compiled_graphs": graphs_are_counted,
         "discard_compiled": graphs_are_counted,
