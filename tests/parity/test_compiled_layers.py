@@ -245,7 +245,7 @@ def test_prompts_of_a_batch(llama, appended):
         found[config.compile] = sorted(out.sequences.tolist() for out in done), {out.stats.compiled for out in done}
     assert found["auto"][0] == found["off"][0]
     assert found["auto"][1] == {"4 layers"}
-    assert [1] * 6 in appended, "three caches of one row and one segment"
+    assert [(1, 1)] * 3 in appended, "three caches of one row and one segment"
 
 
 @pytest.mark.slow

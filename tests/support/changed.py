@@ -292,7 +292,9 @@ def other_adapter(history: ChangedHistory, beginnings: Any) -> None:
         if "other" not in history.wrapper.peft_config:
             if any(layer.merged for layer in _lora_layers(history)):  # PEFT takes it out of the weights then
                 history.changes += ["adapters", "weights"]
-            history.wrapper.add_adapter("other", _lora())
+            with warnings.catch_warnings():  # that it does so
+                warnings.simplefilter("ignore")
+                history.wrapper.add_adapter("other", _lora())
             history.wrapper.eval()
         for name, parameter in history.wrapper.named_parameters():
             if ".other." in name:
