@@ -175,6 +175,22 @@ def test_rows_that_only_one_part_has_room_for():
     assert [part.batch_size for part in cache.parts] == [2, 2]
 
 
+def test_a_source_that_was_encoded_again_is_the_same():
+    """Beside other rows, or on other threads, an encoder rounds differently."""
+    model, inputs = known("t5")
+    first = engine.generate(model, **inputs, max_new_tokens=NEW)
+    states = model.get_encoder()(**inputs).last_hidden_state
+    again = {"attention_mask": inputs["attention_mask"], "decoder_input_ids": first.sequences, "max_new_tokens": NEW}
+    rounded = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states * (1 + 1e-6))
+    expected = theirs(model, inputs, max_new_tokens=2 * NEW)
+    out = engine.generate(model, encoder_outputs=rounded, cache=first.cache, **again)
+    assert torch.equal(out.sequences, expected)
+    states[-1, 1] += 0.01 * states[-1, 1].norm()
+    other = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states)
+    with pytest.raises(engine.InputError, match="another source"):
+        engine.generate(model, encoder_outputs=other, cache=out.cache, **again | {"decoder_input_ids": out.sequences})
+
+
 def test_encoder_outputs_in_place_of_a_source():
     model, inputs = known("t5")
     outputs = model.get_encoder()(**inputs)

@@ -351,7 +351,7 @@ class History:
         own = self.content.begins(ids, mask) and source == 0
         out = self._text(ids, mask, source, trust=False)
         if isinstance(out, str):
-            how = self._explained(out, self.content.differs(ids, mask), source)
+            how = self._explained(out, self.content.differs(ids, mask), mask, source)
             self.counts[f"refused: {how}"] += 1
             self.done.append(f"refused: {how}")
             if not own or how.startswith("no room"):
@@ -383,7 +383,7 @@ class History:
                 raise
             return str(error)
 
-    def _explained(self, refusal: str, first: set[int], source: int) -> str:
+    def _explained(self, refusal: str, first: set[int], mask: torch.Tensor, source: int) -> str:
         """Which refusal it is; it has to be true."""
         named = re.search(r"differ from token (\d+) on", refusal)
         if named is not None:
@@ -396,6 +396,9 @@ class History:
             return "another source"
         if "attention_mask says something else" in refusal or "padding between its tokens" in refusal:
             return "another mask"
+        if "has ended and is filled up" in refusal:
+            assert not mask[:, -1].all(), refusal
+            return "ends with pads"
         assert "at most" in refusal or "does not say how many" in refusal or "cannot take" in refusal, refusal
         return "no room, or transformers' states"
 
