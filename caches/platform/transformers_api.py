@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -240,3 +242,72 @@ def quantized_rows(layer: object) -> int:
 def follows_rows(layer: object) -> bool:
     """Whether `reorder_cache` of a quantized layer reorders its codes: that of 5.17 leaves them as they are."""
     return hasattr(layer, "_pending_beam_idx") or "reorder_cache" in vars(type(layer))
+
+
+class GgufTensor(NamedTuple):
+    """A tensor of a GGUF file, under transformers' name for it.
+
+    type_name: "Q8_0", "F32", ... order: int64 [outs], which output of the file each output of the model is; None where
+    transformers changes more than the order of the outputs. raw: its bytes, uint8 [outs, bytes], in the file's order.
+    values: some outputs of the model [n], or all, in full.
+    """
+
+    type_name: str
+    order: torch.Tensor | None
+    raw: Callable[[], torch.Tensor]
+    values: Callable[..., torch.Tensor]
+
+
+def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | None:
+    """The tensors of a GGUF file by the names of `model`, which may have no memory.
+
+    None where transformers puts weights together from several tensors, and in releases without its reader of headers.
+    """
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+    except ImportError:  # since 5.2x
+        return None
+    from gguf import GGMLQuantizationType, dequantize
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    header = GgufHeader.from_file(str(file))
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
+    try:
+        names = get_gguf_hf_weights_map(model, processor)
+    except NotImplementedError:
+        return None
+    lazy, tensors = load_gguf_state_dict(header), {}
+
+    def processed(name: str, values: np.ndarray) -> np.ndarray | None:
+        """As transformers changes a tensor; None where it puts it into others."""
+        whole: dict[str, Any] = {"tensors": {}, "config": model.config.to_dict()}
+        result = processor.process(values, name, tensor_key_mapping=names, parsed_parameters=whole)
+        return None if whole["tensors"] or result.name != name else result.weights
+
+    for info in header.tensors:
+        if info.name not in names:
+            continue
+        kind, content = GGMLQuantizationType(info.ggml_type), lazy[info.name]
+        order = None
+        if len(info.shape) == 2:
+            numbered = processed(info.name, np.arange(info.shape[0], dtype=np.float32)[:, None])
+            if numbered is None:
+                return None
+            if numbered.shape == (info.shape[0], 1) and np.array_equal(np.sort(numbered[:, 0]), np.arange(info.shape[0])):
+                order = torch.from_numpy(numbered[:, 0].astype(np.int64))
+
+        def values(outs: torch.Tensor | None = None, info: Any = info, content: Any = content, kind: Any = kind, order: Any = order) -> torch.Tensor:
+            raw = content[...]
+            if outs is not None:
+                raw = raw[order[outs]]
+                return torch.from_numpy(dequantize(raw.numpy(), kind))
+            full = dequantize(raw.numpy(), kind) if raw.dtype == torch.uint8 else raw.float().numpy()
+            changed = processed(info.name, full.reshape(info.shape))
+            return torch.from_numpy(np.ascontiguousarray(changed))
+
+        tensors[names[info.name]] = GgufTensor(kind.name, order, lambda content=content: content[...], values)
+    return tensors

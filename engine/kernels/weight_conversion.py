@@ -80,13 +80,14 @@ def tables_tied_to(model: PreTrainedModel, linear: nn.Module) -> list[str]:
 def why_in_full(model: PreTrainedModel, tables: list[str]) -> str | None:
     """Why an output layer that is tied to the embeddings `tables` has to keep its weights; None where it has not."""
     modules = [model.get_submodule(name) for name in tables]
-    others = [type(module).__name__ for module in modules if not _only_scales(module)]
+    others = [type(module).__name__ for module in modules if not only_scales(module)]
     return f"because the {others[0]} that shares them does more than look them up" if others else None
 
 
-def replace_linear(model: PreTrainedModel, name: str, layer: LowBitLinear, tables: list[str]) -> None:
-    """Put `layer` in the place of a linear layer, and embeddings with its codes in that of `tables`."""
-    model.set_submodule(name, layer.eval())
+def replace_linear(model: PreTrainedModel, name: str | None, layer: LowBitLinear, tables: list[str]) -> None:
+    """Put `layer` in the place of a linear layer, if there is one, and embeddings with its codes in that of `tables`."""
+    if name is not None:
+        model.set_submodule(name, layer.eval())
     for path in tables:
         model.set_submodule(path, LowBitEmbedding(model.get_submodule(path), layer).eval())
 
@@ -100,7 +101,7 @@ def keep_data_type(model: PreTrainedModel) -> None:
         )
 
 
-def _only_scales(table: Any) -> bool:
+def only_scales(table: Any) -> bool:
     """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
     if type(table) is nn.Embedding:
         return True
