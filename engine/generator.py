@@ -16,6 +16,7 @@ from configs import CacheConfig, EngineConfig
 from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
 from engine.errors import OptionError
+from engine.kernels.low_bit_linears import ENCODERS
 from engine.kernels.weight_conversion import convert_linears
 from engine.loading.load import load
 from engine.memory.cache_choice import check_new
@@ -55,7 +56,7 @@ class Generator:
     ):
         config = _checked(config)
         self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
-        if config.weights != "full":
+        if config.weights in ENCODERS:
             convert_linears(self.model, config.weights)
         self._runner = ModelRunner(self.model, config.compile, config.linears)
         self._store: PrefixStore | None = None

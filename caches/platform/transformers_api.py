@@ -244,6 +244,19 @@ def follows_rows(layer: object) -> bool:
     return hasattr(layer, "_pending_beam_idx") or "reorder_cache" in vars(type(layer))
 
 
+class _WithoutLayers:
+    """What the map of a model's names reads of a model. Of every submodule it makes a map too: for 30 layers that takes
+    10 s, and the base model alone has names of its own."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.config, self.state_dict = model.config, model.state_dict
+        base = model.base_model
+        self._children = [] if base is model else [(model.base_model_prefix, _WithoutLayers(base))]
+
+    def named_children(self) -> list[tuple[str, _WithoutLayers]]:
+        return self._children
+
+
 class GgufTensor(NamedTuple):
     """A tensor of a GGUF file, under transformers' name for it.
 
@@ -277,7 +290,7 @@ def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | 
     header = GgufHeader.from_file(str(file))
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
     try:
-        names = get_gguf_hf_weights_map(model, processor)
+        names = get_gguf_hf_weights_map(_WithoutLayers(model), processor)
     except NotImplementedError:
         return None
     lazy, tensors = load_gguf_state_dict(header), {}

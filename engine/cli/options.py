@@ -124,7 +124,7 @@ MODEL = {
     "prefill_chunk_tokens": option(int, "N", "Compute the prompt in chunks of this many tokens, to save memory."),
     "compile": option(str, "NAME", f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
         autocompletion=lambda: list(COMPILE_CHOICES)),
-    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: full.",
+    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: file.",
         autocompletion=lambda: list(WEIGHTS_CHOICES)),
     "linears": option(str, "NAME",
         f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",

@@ -23,13 +23,7 @@ from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
 from engine.errors import InputError
 from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits, pack
 from engine.kernels.low_bit_linears import LowBitLinear
-from engine.kernels.weight_conversion import (
-    keep_data_type,
-    linears_of,
-    only_scales,
-    replace_linear,
-    tables_tied_to,
-)
+from engine.kernels.weight_conversion import keep_data_type, linears_of, only_scales, replace_linear
 
 _HASHED = 2**20  # bytes of a file that tell it from others, with its size and time
 
@@ -82,8 +76,12 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
     with torch.device("meta"):
         empty = auto_class.from_config(config)
     tensors = gguf_tensors(file, empty)
-    coded = {} if tensors is None else {name: tensor for name, tensor in tensors.items() if _is_kept(empty, name, tensor)}
-    if tensors is None or not coded:
+    if tensors is None:
+        return None
+    layers = _layers(empty)
+    coded = {name: tensor for name, tensor in tensors.items()
+             if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None}  # fmt: skip
+    if not coded:
         return None
     placeholder = torch.zeros((), dtype=dtype)
     weights = {
@@ -101,40 +99,34 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
         if plan_name(name) not in checked:  # one of each kind
             _check(blocks, tensor)
             checked.add(plan_name(name))
-        _put(model, name.removesuffix(".weight"), blocks)
+        _put(model, *layers[name.removesuffix(".weight")], blocks)
     keep_data_type(model)
     return model
 
 
-def _is_kept(model: PreTrainedModel, name: str, tensor: GgufTensor) -> bool:
-    """Whether the codes of a tensor can stay what they are: those of a layer that does no more than multiply or look
-    up, in an order that outputs keep."""
-    if tensor.type_name not in _LAYOUTS or tensor.order is None or not name.endswith(".weight"):
-        return False
-    module = model.get_submodule(name.removesuffix(".weight"))
-    if isinstance(module, nn.Embedding):
-        linear = _tied_linear(model, module)
-        return only_scales(module) and (linear is None or linear in linears_of(model))
-    return name.removesuffix(".weight") in linears_of(model)
+def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
+    """The layers that may have codes, by the names of their weights: a linear layer, if there is one, and the embeddings
+    that share its weights. Embeddings do no more than look up rows."""
+    linears = linears_of(model)
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    layers: dict[str, tuple[str | None, list[str]]] = {}
+    owners = {id(module.weight): name for name, module in linears.items()}
+    shared: dict[int, list[str]] = {}
+    for name, table in tables.items():
+        shared.setdefault(id(table.weight), []).append(name)
+    for weight in {*owners, *shared}:
+        names = shared.get(weight, [])
+        if all(only_scales(tables[name]) for name in names):
+            layers |= dict.fromkeys(filter(None, [owners.get(weight), *names]), (owners.get(weight), names))
+    return layers
 
 
-def _tied_linear(model: PreTrainedModel, table: nn.Embedding) -> str | None:
-    """The name of the linear layer that shares the weights of an embedding."""
-    linears = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    return next((name for name, module in linears if module.weight is table.weight), None)
-
-
-def _put(model: PreTrainedModel, name: str, blocks: BlockCodes) -> None:
-    """Let the layer `name` of a model, and those that share its weights, read codes."""
-    module = model.get_submodule(name)
+def _put(model: PreTrainedModel, linear: str | None, tables: list[str], blocks: BlockCodes) -> None:
+    """Let a linear layer, if there is one, and embeddings read codes."""
+    module = model.get_submodule(tables[0] if linear is None else linear)
     encode = eight_bits if blocks.bits == 8 else four_bits
-    if isinstance(module, nn.Embedding):
-        linear = _tied_linear(model, module)
-        layer = LowBitLinear(blocks, module.weight.detach(), None, encode)
-        replace_linear(model, linear, layer, [name])
-    else:
-        layer = LowBitLinear(blocks, module.weight.detach(), module.bias, encode)
-        replace_linear(model, name, layer, tables_tied_to(model, module))
+    layer = LowBitLinear(blocks, module.weight.detach(), getattr(module, "bias", None), encode)
+    replace_linear(model, linear, layer, tables)
 
 
 def _blocks(tensor: GgufTensor) -> BlockCodes:

@@ -332,15 +332,6 @@ def hooks_are_found():
     return [sum(map(len, torch_api.hooks_of(one))) - before for one in (module, copy)] == [2, 0]
 
 
-def low_bit_products_compute():
-    rows, codes = torch.ones(1, 64, dtype=torch.bfloat16), torch.full((64, 64), 9, dtype=torch.int32)
-    ones = torch.ones(64, dtype=torch.bfloat16)
-    eight = torch_api.int8_product(rows, codes.to(torch.int8), ones)
-    scales = torch.ones(1, 64, 2, dtype=torch.bfloat16)  # weights of (9 - 8) * 1 + 1
-    four = torch_api.int4_product(rows, torch_api.pack_int4(codes), torch.tensor([[64]]), scales)
-    return eight.tolist() == [[9 * 64] * 64] and four.tolist() == [[2 * 64] * 64]
-
-
 def outputs_are_recorded_by_hooks():
     model = copy.deepcopy(llama())
     with torch.no_grad():
@@ -372,9 +363,6 @@ WORK = {
         "discard_compiled": graphs_are_counted,
         "graph_errors": lambda: all(issubclass(error, Exception) for error in torch_api.graph_errors()),
         "has_onednn": lambda: torch_api.has_onednn() in (True, False),
-        "int4_product": low_bit_products_compute,
-        "int8_product": low_bit_products_compute,
-        "pack_int4": low_bit_products_compute,
         "inside_compiled": lambda: (
             torch_api.inside_compiled(torch.compile(LINEAR)) is LINEAR
             and torch_api.inside_compiled(LINEAR) is torch_api.inside_compiled("text") is None
