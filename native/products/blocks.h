@@ -290,7 +290,7 @@ struct BlockProduct {
     const TileConfiguration configuration;
     alignas(64) char decoded[4 * bytes_of_tile];
     const auto sums = tiles->new_sums();
-    tiles->by_slices(1, [&](const Slice& slice) {
+    tiles->by_slices([&](const Slice& slice) {
       for (int64_t four = from; four < to; four++) {
         for (int64_t group = slice.begin; group < slice.end; group++) {
           Lanes scale[4] = {}, offset[4] = {};
