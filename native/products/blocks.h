@@ -185,7 +185,9 @@ struct BlockProduct {
   }
 
   // Of the middle code: multiples of it lose less when they are added up than those of the least weight.
-  static Lanes offset_of(Lanes scale, const uint16_t* least) { return scale * float(middle_of(bits)) + halves_as_floats(least); }
+  static Lanes offset_of(Lanes scale, const uint16_t* least) {
+    return scale * float(middle_of(bits)) + halves_as_floats(least);
+  }
 
   template <bool has_least>
   void rows_of(int64_t block) const {
@@ -298,7 +300,7 @@ struct BlockProduct {
             const int64_t block = std::min(4 * four + i, weights.blocks - 1);  // one twice instead of none
             const uint16_t* scales = scales_of(block, group);
             scale[i] = halves_as_floats(scales);
-            if (weights.has_least) offset[i] = halves_as_floats(scales + block_outs);
+            if (weights.has_least) offset[i] = offset_of(scale[i], scales + block_outs);
             decode_tile(codes_of(block, group), decoded + i * bytes_of_tile);
           }
           tiles->multiply(slice, group, {decoded, scale, weights.has_least ? offset : nullptr}, sums.get());
@@ -311,13 +313,14 @@ struct BlockProduct {
 
   // A row of a tile has a pair of inputs for each output, of which one is 16 further on than the other.
   void decode_tile(const uint8_t* codes, char* to) const {
-    const __m512 middle = _mm512_set1_ps(weights.has_least ? 0 : middle_of(bits));
+    const __m512 middle = _mm512_set1_ps(middle_of(bits));
     for (int quad = 0; quad < 4; quad++) {
       const Words low = quad_of<bits>(codes, quad, 0), high = quad_of<bits>(codes, quad + 4, 0);
       for (int byte = 0; byte < 4; byte++) {
         const __m512 one = (__m512)as_floats((low >> 8 * byte) & 0xFF);
         const __m512 other = (__m512)as_floats((high >> 8 * byte) & 0xFF);
-        _mm512_store_si512(to + (quad * 4 + byte) * 64, pairs_of(_mm512_sub_ps(one, middle), _mm512_sub_ps(other, middle)));
+        const __m512i pairs = pairs_of(_mm512_sub_ps(one, middle), _mm512_sub_ps(other, middle));
+        _mm512_store_si512(to + (quad * 4 + byte) * 64, pairs);
       }
     }
   }
