@@ -1,6 +1,6 @@
 // Products of inputs in float32 with codes of few bits, by a processor's matrix units (Intel AMX). A code is a bfloat16
 // and an input the sum of three, so that products are exact; sums are in float32. Not so for inputs near 1e-33 and below,
-// whose last parts the units take for zero, and for infinite ones, which give NaN.
+// whose last parts the units take for zero, and for those near 1e36 and above and infinite ones, which give NaN.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
