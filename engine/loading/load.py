@@ -100,7 +100,9 @@ def _load_gguf(
         model_config = AutoConfig.from_pretrained(settings)
         model_class, loaded = auto_class(model_config), None
         if config.weights == "file" and is_on_cpu(config.device_map):
-            loaded = load_codes(file, model_config, model_class, torch.float32 if dtype == "auto" else dtype)
+            loaded = load_codes(
+                file, model_config, model_class, dtype if isinstance(dtype, torch.dtype) else torch.float32
+            )
         if loaded is None:
             options = {"gguf_file": file.name, "device_map": config.device_map}
             loaded = model_class.from_pretrained(str(file.parent), dtype=dtype, **options)
