@@ -60,7 +60,8 @@ class Draft:
         logging.getLogger("engine").warning(
             f"the assistant_model does not pay: {drafts.accepted} of {drafts.drafted} proposed tokens were accepted "
             f"({drafts.accepted / drafts.drafted:.0%}), and each costs about {drafts.price:.0%} of a step of the "
-            "model, so it proposed more rarely. Leave it out, give a smaller or a better one, or use prompt_lookup_num_tokens"
+            "model, so it proposed more rarely. Leave it out, give a smaller or a better one, or use "
+            "prompt_lookup_num_tokens"
         )
 
     def session(self, request: DraftRequest, options: SessionOptions) -> ModelSession:
