@@ -49,7 +49,8 @@ class SpeculationStats:
     accepted: int = 0
     verifications: int = 0
     length: int | None = None
-    price: float = 0.03  # of verifying a token that cost nothing to propose: see docs/guide/assisted.md
+    # Of verifying alone: about 0.06 for SmolLM2-135M in float32 on one thread of an Intel Xeon at 2.8 GHz.
+    price: float = 0.03
     _lately: tuple[float, float] = (0, 0)  # drafted and accepted; older ones count less
 
     def count(self, drafted: int, accepted: int) -> None:
