@@ -206,6 +206,8 @@ def known_texts(texts: list[str], files: list[Path]) -> list[KnownText]:
                     f'a line of {file} has no text: {line!r:.80}: write a text, a list of token ids, or {{"text": ...}}'
                 )
             known.append(KnownText(str(next(iter(label.values()), text)), label, text))
+    if not known:
+        raise OptionError(f"there is no text in {', '.join(map(str, files))}: write a text into each line")
     return known
 
 

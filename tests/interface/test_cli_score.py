@@ -62,6 +62,7 @@ def test_standard_input_with_a_window(cli, shipped, words):
         ("null", "line 1 of"),
         ('{"text": 5}', "has no text: {'text': 5}"),
         ("{", "no JSON"),
+        ("\n", "there is no text in"),
     ],
 )
 def test_lines_without_a_text(cli, tmp_path, line, said):
