@@ -220,15 +220,28 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def chats(prompts: list[Any], system: str | None) -> list[Any]:
-    """Each prompt, a text or a mapping with one, as a new chat. Raises `OptionError` for others."""
-    conversations = []
+    """The prompts, each that is a text, or a mapping with one, as a new chat."""
+    return [
+        prompt
+        if (text := _text_of(prompt)) is None
+        else prompt | {"prompt": messages(text, system)}
+        if isinstance(prompt, dict)
+        else messages(text, system)
+        for prompt in prompts
+    ]
+
+
+def check_texts(prompts: list[Any], option: str) -> None:
+    """Raise `OptionError` where a prompt is no text. option: which makes a chat of them."""
     for number, prompt in enumerate(prompts, 1):
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if not isinstance(text, str):
-            raise OptionError(f"--chat makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
-        chat = messages(text, system)
-        conversations.append(prompt | {"prompt": chat} if isinstance(prompt, dict) else chat)
-    return conversations
+        if _text_of(prompt) is None:
+            raise OptionError(f"{option} makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
+
+
+def _text_of(prompt: object) -> str | None:
+    """The text of a prompt, or of a mapping with one; None for others."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return text if isinstance(text, str) else None
 
 
 def size(amount: float, unit: int, option: str) -> int:
