@@ -223,6 +223,8 @@ CACHE_FILE = {
 CONVERSATION = {
     "system": option(str, "TEXT", "The system message."),
     "resume": option(Path, "FILE", "Go on with the conversation in this file, which /save wrote."),
+    "when_full": option(str, "NAME", "Where the model's length is reached: drop leaves out the oldest turns, stop "
+        "answers with an error.", default="drop"),
 }
 # fmt: on
 TP = option(int, "N", "Processes that compute the model together, as started by torchrun --nproc-per-node N.", min=1)

@@ -35,8 +35,8 @@ _LABELS = ("id", "custom_id")  # of a line of JSON
 _PYTHONS = {"True": True, "False": False, "None": None}
 
 
-def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The generation parameters among the options.
+def generation_parameters(arguments: dict[str, Any], later: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """The generation parameters among the options. later: those that were given after them, None for "not said".
 
     A sampling parameter turns sampling on; a temperature of 0 means greedy. `--set NAME=VALUE` is the same as the
     option of that name. Raises `OptionError` for options that contradict each other.
@@ -56,7 +56,9 @@ def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
             raise OptionError(f"{name} was given twice: as {_option(name)} and as --set {name}: leave one of them out")
         if name in _INSTEAD or (name in arguments and name not in _NAMED):
             raise OptionError(f"--set does not give {name}: use {_option(name)}")
+    further |= later or {}
     named |= {name: further.pop(name) for name in _NAMED if name in further}
+    further = {name: value for name, value in further.items() if value is not None or name not in (later or {})}
     named = {name: value for name, value in named.items() if value is not None}
     searches = any(name in named for name in _SEARCHING)
     draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
@@ -69,6 +71,14 @@ def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     elif draws and not searches and "strategy" not in named:
         named.setdefault("do_sample", True)
     return named | further
+
+
+def later_parameter(name: str, text: str) -> tuple[str, object]:
+    """The name and value of a generation parameter that is set within a chat. Raises `OptionError` for others."""
+    [(name, value)] = assignments([f"{name}={text}"], "/set").items()
+    if name in _INSTEAD or name in ("cache", "system", *_SETTINGS, "model", "assistant_model"):
+        raise OptionError(f"/set is for generation parameters, and {name} is none: see /help, or begin another chat")
+    return name, value
 
 
 def one_model(path: str | None, named: str | None) -> str | None:
