@@ -734,9 +734,9 @@ def test_an_answer_that_was_continued_is_known_when_others_were_left_out(tokeniz
     chat.send("y")
     chat.send({"role": "assistant", "content": "Sure, "})
     continued = chat.messages[-1]
-    chat.send("z = 1 " * 18)
+    chat.send("z = 1 " * 20)
     assert chat.left_out == 2
     chat.undo()
     assert chat.messages[-1] == continued
     chat.retry()
-    assert chat.messages[-1] == continued
+    assert chat.messages[-1]["content"].startswith("Sure, ")
