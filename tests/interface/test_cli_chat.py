@@ -182,6 +182,7 @@ def test_mistakes_do_not_end_it(cli):
         assert says in error
     assert len(done.stdout.splitlines()) == 1
     assert "/undo" in done.stderr
+    assert max(len(line) for line in done.stderr.splitlines() if not line.startswith("error: ")) <= 80
 
 
 def test_what_inspect_refuses(cli, tmp_path):

@@ -84,18 +84,14 @@ class Terminal:
             "/save": ChatCommand(self._save, "FILE: write the conversation and its cache to a file"),
             "/load": ChatCommand(self._load, "FILE: go on with a conversation that was saved"),
             "/undo": ChatCommand(self._undo, "remove the last message and its answer"),
-            "/retry": ChatCommand(self._retry, "another answer to the last message, sampled unless an option says how"),
+            "/retry": ChatCommand(self._retry, "another answer to the last message; sampled, unless options say how"),
             "/clear": ChatCommand(self._clear, "remove all messages but the system message"),
-            "/system": ChatCommand(
-                self._system, "TEXT: another system message; without a text: which one it is", _text
-            ),
+            "/system": ChatCommand(self._system, "TEXT: another system message; alone: which one it is", _text),
             "/set": ChatCommand(
-                self._set, "NAME VALUE: a parameter, as of --set; none: not said; alone: those set", _pair
+                self._set, "NAME VALUE: a parameter of answers; VALUE none resets it; alone: all", _pair
             ),
             "/stats": ChatCommand(self._stats, "speed and cache size of the last answer"),
-            "/cache": ChatCommand(
-                self._cache, "NAME: keep the cache in another backend; without a name: which one it is"
-            ),
+            "/cache": ChatCommand(self._cache, "NAME: keep the cache in another backend; alone: which one it is"),
             "/help": ChatCommand(self._help, "these commands"),
             "/exit": ChatCommand(self._exit, "end the chat"),
         }
