@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +86,8 @@ def test_images_come_before_the_text_as_the_processor_writes_them(cli, sees, mon
     assert json.loads(done.stdout)["rows"][0]["tokens"] == expected.tokens[0]
     other = cli([*words, "hi", "--system", "Be brief.", "--image", "a.png", "--image", "b.png"])
     assert json.loads(other.stdout)["rows"] != json.loads(done.stdout)["rows"]
+    read = images.read_prompt(Processor(sees), text, [Path("a.png"), Path("bb.png")], torch.bfloat16)
+    assert (read["pixel_values"].dtype, read["input_ids"].dtype) == (torch.bfloat16, torch.long)
     plain = cli([*words, text, "--raw", "--image", "a.png", "--image", "bb.png"])
     assert json.loads(plain.stdout)["rows"] == json.loads(done.stdout)["rows"]
 
