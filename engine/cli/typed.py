@@ -50,6 +50,8 @@ def editing() -> Iterator[None]:
     try:
         import readline
     except ImportError:  # not on every system
+        readline = None  # type: ignore[assignment]
+    if readline is None or not sys.stdout.isatty():  # where answers go to a file, `input` leaves it out
         with _marking():
             yield
         return
@@ -63,6 +65,8 @@ def _marking() -> Iterator[None]:
     try:
         import termios
     except ImportError:  # Windows
+        termios = None  # type: ignore[assignment]
+    if termios is None or not sys.stderr.isatty():
         yield
         return
     terminal = sys.stdin.fileno()

@@ -101,8 +101,8 @@ def test_a_system_message_and_an_empty_conversation(cli):
 
 
 def test_parameters_are_set_within_a_chat(cli):
-    typed = ["/set max-new-tokens 4", "/set temperature 3", "/set seed 1", "import os",
-             "/clear", "/set temperature 0", "import os",
+    typed = ["/set max-new-tokens 4", "/set temperature 3", "/set seed = 1", "import os",
+             "/clear", "/set temperature=0", "import os",
              "/clear", "/set temperature none", "/set max_new_tokens none", '/set stop_strings ["path"]', "import os",
              "/set"]  # fmt: skip
     done = cli(["chat", "-n", "6"], "\n".join(typed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -241,4 +242,4 @@ def _text(typed: str) -> list[str]:
 
 
 def _pair(typed: str) -> list[str]:
-    return typed.strip().split(None, 1)
+    return re.split(r"\s*=\s*|\s+", typed.strip(), maxsplit=1) if typed.strip() else []
