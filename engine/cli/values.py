@@ -75,6 +75,7 @@ def generation_parameters(arguments: dict[str, Any], later: Mapping[str, object]
 
 def later_parameter(name: str, text: str) -> tuple[str, object]:
     """The name and value of a generation parameter that is set within a chat. Raises `OptionError` for others."""
+    text = text.capitalize() if text.capitalize() in _PYTHONS else text  # as it is typed: none, true
     [(name, value)] = assignments([f"{name}={text}"], "/set").items()
     if name in _INSTEAD or name in ("cache", "system", *_SETTINGS, "model", "assistant_model"):
         raise OptionError(f"/set is for generation parameters, and {name} is none: see /help, or begin another chat")

@@ -206,7 +206,7 @@ class Terminal:
         if name is not None:
             if text is None:
                 raise OptionError(f"/set {name}: give a value, or none for what the model's own settings say")
-            name, value = values.later_parameter(name, "None" if text == "none" else text)
+            name, value = values.later_parameter(name, text)
             parameters = _parameters(self._arguments, self._later | {name: value})
             self._generator.chat(**parameters)  # raises as a turn would
             self._later[name], self._chat.parameters = value, parameters
