@@ -141,8 +141,7 @@ def _code_and_message(error: Any) -> tuple[int, str]:
         context = getattr(error, "ctx", None)
         where = "" if context is None else f" (see `{context.command_path} -h`)"
         return error.exit_code, f"{error.format_message().rstrip('.')}{where}"
-    errors = sys.modules.get("caches.errors")  # importing it would import torch
-    if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):
+    if isinstance(error, EngineError):
         return (1 if isinstance(error, GenerationInterrupted) else 2), str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return 2, f"{error.filename}: {error.strerror}"

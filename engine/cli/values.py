@@ -43,8 +43,8 @@ class KnownText(NamedTuple):
     text: str | list[object]
 
 
-def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The generation parameters among the options.
+def generation_parameters(arguments: dict[str, Any], later: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """The generation parameters among the options. later: those that were given after them, None for "not said".
 
     A sampling parameter turns sampling on; a temperature of 0 means greedy. `--set NAME=VALUE` is the same as the
     option of that name. Raises `OptionError` for options that contradict each other.
@@ -64,7 +64,9 @@ def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
             raise OptionError(f"{name} was given twice: as {_option(name)} and as --set {name}: leave one of them out")
         if name in _INSTEAD or (name in arguments and name not in _NAMED):
             raise OptionError(f"--set does not give {name}: use {_option(name)}")
+    further |= later or {}
     named |= {name: further.pop(name) for name in _NAMED if name in further}
+    further = {name: value for name, value in further.items() if value is not None or name not in (later or {})}
     named = {name: value for name, value in named.items() if value is not None}
     searches = any(name in named for name in _SEARCHING)
     draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
@@ -77,6 +79,15 @@ def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     elif draws and not searches and "strategy" not in named:
         named.setdefault("do_sample", True)
     return named | further
+
+
+def later_parameter(name: str, text: str) -> tuple[str, object]:
+    """The name and value of a generation parameter that is set within a chat. Raises `OptionError` for others."""
+    text = text.capitalize() if text.capitalize() in _PYTHONS else text  # as it is typed: none, true
+    [(name, value)] = assignments([f"{name}={text}"], "/set").items()
+    if name in _INSTEAD or name in ("cache", "system", *_SETTINGS, "model", "assistant_model"):
+        raise OptionError(f"/set is for generation parameters, and {name} is none: see /help, or begin another chat")
+    return name, value
 
 
 def one_model(path: str | None, named: str | None) -> str | None:
@@ -254,15 +265,28 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def chats(prompts: list[Any], system: str | None) -> list[Any]:
-    """Each prompt, a text or a mapping with one, as a new chat. Raises `OptionError` for others."""
-    conversations = []
+    """The prompts, each that is a text, or a mapping with one, as a new chat."""
+    return [
+        prompt
+        if (text := _text_of(prompt)) is None
+        else prompt | {"prompt": messages(text, system)}
+        if isinstance(prompt, dict)
+        else messages(text, system)
+        for prompt in prompts
+    ]
+
+
+def check_texts(prompts: list[Any], option: str) -> None:
+    """Raise `OptionError` where a prompt is no text. option: which makes a chat of them."""
     for number, prompt in enumerate(prompts, 1):
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if not isinstance(text, str):
-            raise OptionError(f"--chat makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
-        chat = messages(text, system)
-        conversations.append(prompt | {"prompt": chat} if isinstance(prompt, dict) else chat)
-    return conversations
+        if _text_of(prompt) is None:
+            raise OptionError(f"{option} makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
+
+
+def _text_of(prompt: object) -> str | None:
+    """The text of a prompt, or of a mapping with one; None for others."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return text if isinstance(text, str) else None
 
 
 def size(amount: float, unit: int, option: str) -> int:

@@ -47,7 +47,9 @@ def settings_of(file: Path) -> Iterator[Path]:
     """
     status = file.stat()
     with file.open("rb") as content:
-        identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + content.read(_HASHED)
+        identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + content.read(
+            _HASHED
+        )
     try:
         folder = cache_folder() / "gguf" / sha256(identity).hexdigest()[:16]
         folder.parent.mkdir(parents=True, exist_ok=True)

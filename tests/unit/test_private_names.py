@@ -351,7 +351,9 @@ def tensors_of_a_file():
         file = write_gguf(llama(), Path(folder, "tiny.gguf"), import_module("gguf").GGMLQuantizationType.F32, tokens)
         tensors = transformers_api.gguf_tensors(file, llama())
         state = llama().state_dict()
-        return tensors.keys() == state.keys() and all(torch.equal(tensors[name].values(), state[name]) for name in state)
+        return tensors.keys() == state.keys() and all(
+            torch.equal(tensors[name].values(), state[name]) for name in state
+        )
 
 
 def trees_are_rebuilt():
