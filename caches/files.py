@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_VERSION = 4
+_VERSION = 5  # a new default of an option that says how codes are read needs a new version
 _UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
 _OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
