@@ -33,6 +33,8 @@ def rotated(dense: torch.Tensor) -> torch.Tensor:
 def rotated_to_read(dense: torch.Tensor) -> torch.Tensor:
     """`rotated`, by a matrix product: several times as fast, and not the same to the bit."""
     matrix = _matrix(_size(dense.shape[-1]), dense.dtype, dense.device)
+    if len(matrix) == dense.shape[-1]:
+        return dense @ matrix
     return (dense.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
 
 
