@@ -189,9 +189,9 @@ class QuantizedCacheConfig(PlacedCacheConfig):
             return None
         return (
             f"cache={self.name!r} keeps keys in {self.bits_of('keys')} bits and groups per token "
-            f"(backend={self.backend!r}), which spoils texts: with 2 bits the perplexity of SmolLM2-135M-Instruct rises "
-            "by 63 %, and by 23 % with backend='kivi', whose groups of keys are per channel. Choose kivi, or more bits "
-            "for keys (nbits_key)"
+            f"(backend={self.backend!r}), which spoils texts: with 2 bits the perplexity of SmolLM2-135M-Instruct "
+            "rises by 63 %, and by 23 % with backend='kivi', whose groups of keys are per channel. Choose kivi, or more "
+            "bits for keys (nbits_key)"
         )
 
 
