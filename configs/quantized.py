@@ -190,8 +190,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         return (
             f"cache={self.name!r} keeps keys in {self.bits_of('keys')} bits and groups per token "
             f"(backend={self.backend!r}), which spoils texts: with 2 bits the perplexity of SmolLM2-135M-Instruct "
-            "rises by 63 %, and by 23 % with backend='kivi', whose groups of keys are per channel. Choose kivi, or more "
-            "bits for keys (nbits_key)"
+            "rises by 63 %, and by 23 % with backend='kivi', whose groups of keys are per channel. Choose kivi, or "
+            "more bits for keys (nbits_key)"
         )
 
 
