@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from configs.errors import CacheFileError
 
-VERSION = 4
+VERSION = 5  # a new default of an option that says how codes are read needs a new version
 UNKNOWN_DIGEST = "0" * 64  # in place of the digest while it is computed
 
 
