@@ -257,70 +257,85 @@ class _WithoutLayers:
         return self._children
 
 
-class GgufTensor(NamedTuple):
-    """A tensor of a GGUF file, under transformers' name for it.
+class GgufTensor:
+    """A tensor of a GGUF file, which is read when it is asked for.
 
     type_name: "Q8_0", "F32", ... order: int64 [outs], which output of the file each output of the model is; None where
-    transformers changes more than the order of the outputs. raw: its bytes, uint8 [outs, bytes], in the file's order.
-    values: some outputs of the model [n], or all, in full.
+    transformers changes more than the order of the outputs, or there are not two axes.
     """
 
-    type_name: str
-    order: torch.Tensor | None
-    raw: Callable[[], torch.Tensor]
-    values: Callable[..., torch.Tensor]
+    def __init__(self, info: Any, content: Any, change: Callable[[str, np.ndarray], np.ndarray | None]):
+        """info, content: of transformers' reader. change: what transformers does with a tensor of that name; None where
+        it puts it into others."""
+        from gguf import GGMLQuantizationType
+
+        self._info, self._content, self._change = info, content, change
+        self._type = GGMLQuantizationType(info.ggml_type)
+        self.type_name: str = self._type.name
+        self.order = self._order() if len(info.shape) == 2 else None
+
+    def _order(self) -> torch.Tensor | None:
+        outs = self._info.shape[0]
+        numbered = self._change(self._info.name, np.arange(outs, dtype=np.float32)[:, None])
+        if numbered is None or numbered.shape != (outs, 1):
+            return None
+        order = torch.from_numpy(numbered[:, 0].astype(np.int64))
+        return order if torch.equal(order.sort().values, torch.arange(outs)) else None
+
+    def raw(self) -> torch.Tensor:
+        """Its bytes, uint8 [outs, bytes], in the file's order."""
+        raw: torch.Tensor = self._content[...]
+        return raw
+
+    def rows(self, outs: torch.Tensor) -> torch.Tensor:
+        """Outputs of the model in full [n, width], in the order of `order`."""
+        from gguf import dequantize
+
+        assert self.order is not None
+        return torch.from_numpy(dequantize(self.raw()[self.order[outs]].numpy(), self._type))
+
+    def values(self) -> torch.Tensor | None:
+        """All in full, as the model has it; None where transformers puts it into others."""
+        from gguf import dequantize
+
+        raw = self.raw()
+        full = dequantize(raw.numpy(), self._type) if raw.dtype == torch.uint8 else raw.float().numpy()
+        changed = self._change(self._info.name, full.reshape(self._info.shape))
+        return None if changed is None else torch.from_numpy(np.ascontiguousarray(changed))
 
 
 def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | None:
     """The tensors of a GGUF file by the names of `model`, which may have no memory.
 
-    None where transformers puts weights together from several tensors, and in releases without its reader of headers.
+    None for architectures and releases (5.17) of which transformers does not tell which tensor is which, and for files
+    with types that its reader of headers does not know, such as Q5_0.
     """
     try:
         from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
-    except ImportError:  # since 5.2x
+    except ImportError:
         return None
-    from gguf import GGMLQuantizationType, dequantize
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
         get_gguf_hf_weights_map,
     )
 
-    header = GgufHeader.from_file(str(file))
-    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
+    settings = model.config.to_dict()
+    try:
+        header = GgufHeader.from_file(str(file))
+    except ValueError:
+        return None
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=settings)
     try:
         names = get_gguf_hf_weights_map(_WithoutLayers(model), processor)
     except NotImplementedError:
         return None
-    lazy, tensors = load_gguf_state_dict(header), {}
 
-    def processed(name: str, values: np.ndarray) -> np.ndarray | None:
-        """As transformers changes a tensor; None where it puts it into others."""
-        whole: dict[str, Any] = {"tensors": {}, "config": model.config.to_dict()}
-        result = processor.process(values, name, tensor_key_mapping=names, parsed_parameters=whole)
-        return None if whole["tensors"] or result.name != name else result.weights
+    def change(name: str, values: np.ndarray) -> np.ndarray | None:
+        parsed: dict[str, Any] = {"tensors": {}, "config": settings}
+        result = processor.process(values, name, tensor_key_mapping=names, parsed_parameters=parsed)
+        return None if parsed["tensors"] or result.name != name else result.weights
 
-    for info in header.tensors:
-        if info.name not in names:
-            continue
-        kind, content = GGMLQuantizationType(info.ggml_type), lazy[info.name]
-        order = None
-        if len(info.shape) == 2:
-            numbered = processed(info.name, np.arange(info.shape[0], dtype=np.float32)[:, None])
-            if numbered is None:
-                return None
-            if numbered.shape == (info.shape[0], 1) and np.array_equal(np.sort(numbered[:, 0]), np.arange(info.shape[0])):
-                order = torch.from_numpy(numbered[:, 0].astype(np.int64))
-
-        def values(outs: torch.Tensor | None = None, info: Any = info, content: Any = content, kind: Any = kind, order: Any = order) -> torch.Tensor:
-            raw = content[...]
-            if outs is not None:
-                raw = raw[order[outs]]
-                return torch.from_numpy(dequantize(raw.numpy(), kind))
-            full = dequantize(raw.numpy(), kind) if raw.dtype == torch.uint8 else raw.float().numpy()
-            changed = processed(info.name, full.reshape(info.shape))
-            return torch.from_numpy(np.ascontiguousarray(changed))
-
-        tensors[names[info.name]] = GgufTensor(kind.name, order, lambda content=content: content[...], values)
-    return tensors
+    content = load_gguf_state_dict(header)
+    known = [info for info in header.tensors if info.name in names]
+    return {names[info.name]: GgufTensor(info, content[info.name], change) for info in known}

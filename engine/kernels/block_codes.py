@@ -1,6 +1,6 @@
 """Weights as codes of 4 or 8 bits in blocks: 32 inputs of an output have a scale, 16 outputs are next to each other.
 
-`native/products/blocks.h` multiplies with them; the order of the bytes is described there. Their values are those of the
+`native/products/blocks.h` multiplies with them, and says in which order the bytes are. Their values are those of the
 types Q8_0, Q4_0 and Q4_1 of GGUF files.
 """
 
@@ -23,8 +23,8 @@ _FITS = 5  # of scale and least value to codes, for each
 class BlockCodes(NamedTuple):
     """codes: uint8 [outs / 16, width / 32, 64 * bits]. scales: float16 [outs / 16, width / 32, 1 or 2, 16].
 
-    With one scale: weight = (code - 2 ** (bits - 1)) * scale; with two: weight = code * scale + least. Outputs and inputs
-    are filled up with zeros.
+    With one scale: weight = (code - 2 ** (bits - 1)) * scale; with two: weight = code * scale + least. Outputs and
+    inputs are filled up with zeros.
     """
 
     codes: torch.Tensor
@@ -50,10 +50,8 @@ class BlockCodes(NamedTuple):
         scales = self.scales[block, :, :, place].float()  # [..., groups, 1 or 2]
         codes, scale = quads.flatten(-2).float(), scales[..., :1]
         if scales.shape[-1] == 1:
-            full = (codes - 2 ** (self.bits - 1)) * scale
-        else:
-            full = codes * scale + scales[..., 1:]
-        return full.flatten(-2)
+            return ((codes - 2 ** (self.bits - 1)) * scale).flatten(-2)
+        return (codes * scale + scales[..., 1:]).flatten(-2)
 
 
 def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> BlockCodes:
@@ -90,8 +88,8 @@ def _groups(weight: torch.Tensor) -> torch.Tensor:
 def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes uint8 and scales of 4 bits for groups [outs, groups, 32].
 
-    Each group has the scale and the least value with the smallest squared error of those tried: for several ranges around
-    its middle, then the ones that fit the codes so far best, a few times.
+    Each group has the scale and the least value with the smallest squared error of those tried: for several ranges
+    around its middle, then the ones that fit the codes so far best, a few times.
     """
     low, high = groups.aminmax(dim=-1, keepdim=True)
     mean = groups.mean(dim=-1, keepdim=True)

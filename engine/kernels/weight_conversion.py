@@ -27,9 +27,9 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     """Replace the linear layers of a model by those with `weights`, "int8" or "int4", one after the other.
 
     Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
-    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do adapters
-    and layers whose weights a model reads by itself. Raises `OptionError` if there is none to replace, or some have
-    another number of bits.
+    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do
+    adapters and layers whose weights a model reads by itself. Raises `OptionError` if there is none to replace, or some
+    have another number of bits.
     """
     known = [module for module in model.modules() if isinstance(module, LowBitLinear)]
     tied_heads = [module.head for module in model.modules() if isinstance(module, LowBitEmbedding)]
@@ -52,8 +52,8 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
             if (reason := why_in_full(model, tied)) is not None:
                 warn_once(f"weights={weights!r}: {name} of {type(model).__name__} keeps its weights in full, {reason}")
                 continue
-            weight = _weight(module)
-            replace_linear(model, name, LowBitLinear(encode(weight), weight, module.bias, encode), tied)
+            weight, bias = _weight(module), getattr(module, "bias", None)
+            replace_linear(model, name, LowBitLinear(encode(weight), weight, bias, encode), tied)
             del weight
             replaced += 1
     if replaced == 0:
@@ -85,7 +85,7 @@ def why_in_full(model: PreTrainedModel, tables: list[str]) -> str | None:
 
 
 def replace_linear(model: PreTrainedModel, name: str | None, layer: LowBitLinear, tables: list[str]) -> None:
-    """Put `layer` in the place of a linear layer, if there is one, and embeddings with its codes in that of `tables`."""
+    """Put `layer` in the place of a linear layer, if there is one, and embeddings that read it in that of `tables`."""
     if name is not None:
         model.set_submodule(name, layer.eval())
     for path in tables:
@@ -149,4 +149,3 @@ def _weight(module: Any) -> torch.Tensor:
     if type(module) is Conv1D:
         return module.weight.detach().T.contiguous()
     return module.dequantize() if type(module).__name__ == "HQQLinear" else module.qweight.dequantize()
-

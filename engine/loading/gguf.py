@@ -25,6 +25,7 @@ from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits,
 from engine.kernels.low_bit_linears import LowBitLinear
 from engine.kernels.weight_conversion import keep_data_type, linears_of, only_scales, replace_linear
 
+_WITHOUT_VALUES = torch.zeros((), device="cpu")  # and memory, for weights whose codes are kept
 _HASHED = 2**20  # bytes of a file that tell it from others, with its size and time
 
 
@@ -46,9 +47,11 @@ def settings_of(file: Path) -> Iterator[Path]:
     """
     status = file.stat()
     with file.open("rb") as content:
-        told = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + content.read(_HASHED)
+        identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + content.read(
+            _HASHED
+        )
     try:
-        folder = cache_folder() / "gguf" / sha256(told).hexdigest()[:16]
+        folder = cache_folder() / "gguf" / sha256(identity).hexdigest()[:16]
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError:
         folder = None
@@ -56,15 +59,19 @@ def settings_of(file: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory(dir=folder and folder.parent, ignore_cleanup_errors=True) as made:
-        options = {"gguf_file": file.name}
-        AutoConfig.from_pretrained(str(file.parent), **options).save_pretrained(made)
-        with suppress(OSError, ValueError):  # there may be no vocabulary in it
-            AutoTokenizer.from_pretrained(str(file.parent), **options).save_pretrained(made)
+        _convert_settings(file, made)
         if folder is not None:
             with suppress(OSError):  # no room, or another process was faster
                 shutil.copytree(made, f"{made}-whole")
                 os.replace(f"{made}-whole", folder)
         yield Path(made)
+
+
+def _convert_settings(file: Path, folder: str) -> None:
+    options = {"gguf_file": file.name}
+    AutoConfig.from_pretrained(str(file.parent), **options).save_pretrained(folder)
+    with suppress(OSError, ValueError, KeyError):  # there may be no vocabulary in it
+        AutoTokenizer.from_pretrained(str(file.parent), **options).save_pretrained(folder)
 
 
 def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: torch.dtype) -> PreTrainedModel | None:
@@ -75,24 +82,26 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
     """
     with torch.device("meta"):
         empty = auto_class.from_config(config)
-    tensors = gguf_tensors(file, empty)
-    if tensors is None:
-        return None
+    tensors = gguf_tensors(file, empty) or {}
     layers = _layers(empty)
-    coded = {name: tensor for name, tensor in tensors.items()
-             if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None}  # fmt: skip
+    coded = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None
+    }
     if not coded:
         return None
-    placeholder = torch.zeros((), dtype=dtype)
-    weights = {
-        name: placeholder.expand(empty.get_parameter(name).shape) if name in coded else tensor.values().to(dtype)
-        for name, tensor in tensors.items()
-    }
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        values = _WITHOUT_VALUES.expand(empty.get_parameter(name).shape) if name in coded else tensor.values()
+        if values is None:
+            return None
+        weights[name] = values.to(dtype)
     model, info = type(empty).from_pretrained(
         None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
     )
     if missing := sorted(info["missing_keys"]):
-        raise InputError(f"{len(missing)} weights of a {type(model).__name__} are not in {str(file)!r}: {missing[0]}, ...")
+        raise InputError(f"{len(missing)} weights of a {type(model).__name__} are missing: {missing[0]}, ...")
     checked: set[str] = set()
     for name, tensor in coded.items():
         blocks = _blocks(tensor)
@@ -105,8 +114,8 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
 
 
 def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
-    """The layers that may have codes, by the names of their weights: a linear layer, if there is one, and the embeddings
-    that share its weights. Embeddings do no more than look up rows."""
+    """The layers that may have codes, by the names of their weights: a linear layer, if there is one, and the
+    embeddings that share its weights. Embeddings do no more than look up rows."""
     linears = linears_of(model)
     tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     layers: dict[str, tuple[str | None, list[str]]] = {}
@@ -140,7 +149,8 @@ def _blocks(tensor: GgufTensor) -> BlockCodes:
 
 def _check(blocks: BlockCodes, tensor: GgufTensor) -> None:
     """Raise `AssertionError` where codes have other values than the file."""
-    outs = torch.arange(0, len(tensor.order), max(1, len(tensor.order) // 64))
-    values = tensor.values(outs)
+    assert tensor.order is not None
+    outs = torch.arange(0, len(tensor.order), max(1, len(tensor.order) // 64), device="cpu")
+    values = tensor.rows(outs)
     if not torch.equal(blocks.rows(outs)[:, : values.shape[1]], values):
         raise AssertionError(f"codes of {tensor.type_name} are not read as they are written")

@@ -192,7 +192,8 @@ def test_products_of_the_library_for_older_processors():
     module = "from engine.kernels.linear_kernels import has_matrix_units, kernels"
     code = f"{module}; assert kernels() is not None; assert not has_matrix_units()"
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "products_in_float32 or keep_their_values"]
+    names = "products_in_float32 or keep_their_values"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", names]
     subprocess.run(command, env=environment, check=True)
 
 

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import warnings
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from architectures import tiny_model
 from encoder_decoders import tiny_encoder_decoder
+from gguf_files import write_gguf
 from places import ROOMS, ROOT
 from torch import nn
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
@@ -340,6 +343,19 @@ def outputs_are_recorded_by_hooks():
     return bool(hooks) and all(map(transformers_api.records_outputs, hooks))
 
 
+def tensors_of_a_file():
+    if find_spec("gguf") is None or find_spec("transformers.integrations.gguf.reader") is None:
+        return True
+    tokens = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [("a", "b")]}
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_gguf(llama(), Path(folder, "tiny.gguf"), import_module("gguf").GGMLQuantizationType.F32, tokens)
+        tensors = transformers_api.gguf_tensors(file, llama())
+        state = llama().state_dict()
+        return tensors.keys() == state.keys() and all(
+            torch.equal(tensors[name].values(), state[name]) for name in state
+        )
+
+
 def trees_are_rebuilt():
     values, spec = torch_api.tree_flatten({"a": (1, [2])})
     return values == [1, 2] and torch_api.tree_unflatten([3, 4], spec) == {"a": (3, [4])}
@@ -388,6 +404,7 @@ WORK = {
         "can_compile_fullgraph": lambda: transformers_api.can_compile_fullgraph(llama()) is True,
         "constraint_of": lambda: transformers_api.constraint_of(PrefixConstrainedLogitsProcessor(len, 1)) is len,
         "default_generation_params": lambda: transformers_api.default_generation_params()["num_beams"] == 1,
+        "gguf_tensors": tensors_of_a_file,
         "follows_rows": lambda: (
             transformers_api.follows_rows(quantized_layer()) is hasattr(transformers.cache_utils, "BaseQuantizedLayer")
         ),
