@@ -20,12 +20,13 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, llama, picked, report, spread, timed
+from common import SHAPES, llama, picked, report, spread, timed
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
 import engine
+from engine.measuring.decoding import bandwidth
 
 _console = Console()
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, full_bytes_per_token, kept_bytes, llama, picked, report, spread, timed
+from common import SHAPES, full_bytes_per_token, kept_bytes, llama, picked, report, spread, timed
 from memory import FORGET_PEAK, forget_peak, in_a_process_of_its_own, memory_bytes
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,7 @@ from transformers import LogitsProcessor
 
 import caches
 import engine
+from engine.measuring.decoding import bandwidth
 
 _console = Console()
 

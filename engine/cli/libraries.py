@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 def start_libraries(work: Work, *models: str | None) -> None:
     """Import the libraries. models: paths and hub ids, which are checked first: this takes less time."""
+    # Before anything imports tqdm. transformers' own setting does not cover how it reads GGUF files.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     from engine.loading.location import locate
 
     work.doing("looking for the model")
