@@ -6,6 +6,7 @@ Needs the packages `llama-cpp-python` and `gguf`; nothing else here does.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,14 @@ def quantize(path: Path, kind: str, pure: bool = True) -> Path:
     return out
 
 
+@functools.cache
+def _silence() -> Any:
+    """What llama.cpp calls instead of printing, for as long as the process lives."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *_: None)
+
+
 def cache_bits(kind: str) -> float:
     """Bits per value of keys and values of this type, with their scales."""
     import gguf
@@ -92,8 +101,7 @@ class LlamaCpp:
         import llama_cpp
 
         self._library, self._threads = llama_cpp, threads
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(_silence(), ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
 
     def generate(self, ids: torch.Tensor, new: int, first: Any) -> list[int]:
@@ -131,6 +139,10 @@ class LlamaCpp:
             yield begin, torch.from_numpy(logits)
         library.llama_batch_free(batch)
         library.llama_free(context)
+
+    def release(self) -> None:
+        """Free the model."""
+        self._library.llama_model_free(self._model)
 
     def _context(self, tokens: int, batch_tokens: int, cache_type: str) -> Any:
         import gguf

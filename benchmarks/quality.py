@@ -51,7 +51,7 @@ def measure_caches(
     generator: engine.Generator, reference: Reference, chosen: dict[str, CacheVariant], long_texts: dict[int, str]
 ) -> dict[str, dict[str, Any]]:
     config, (rows, length) = generator.model.config, reference.ids.shape
-    values = full_bytes_per_token(config, 1) * rows * (length - 1)
+    values = full_bytes_per_token(config, 1) * rows * length
     found: dict[str, dict[str, Any]] = {}
     for name, variant in track(chosen.items(), "caches", console=_progress):
         sizes: list[int] = []
@@ -129,9 +129,12 @@ def measure_peer(
         for cache_type in track(cache_types, "llama.cpp's caches", console=_progress):
             measured = reference.compare(partial(read, peer, cache_type))
             found["caches"][cache_type] = dataclasses.asdict(measured) | {"bits": cache_bits(cache_type)}
+        peer.release()
         for weight_type in track(weight_types, "llama.cpp's weights", console=_progress):
             file = quantize(full, weight_type, pure=False)
-            measured = reference.compare(partial(read, LlamaCpp(file, threads), "F32"))
+            peer = LlamaCpp(file, threads)
+            measured = reference.compare(partial(read, peer, "F32"))
+            peer.release()
             bits = 8 * file.stat().st_size / elements
             found["weights"][weight_type] = dataclasses.asdict(measured) | {"bits": bits}
             file.unlink()
@@ -185,7 +188,7 @@ def main(
         longest = max((encode(tokenizer, [text]) for text in all_texts), key=len)
         found["stream"] = measure_stream(llm, longest[: windows * window + 1], window, 4, most_full)
     found = _with_earlier(found, out)
-    print(document(found))
+    print(document(found), flush=True)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.with_suffix(".md").write_text(document(found))

@@ -33,8 +33,8 @@ def _row(name: str, bits: list[str], measured: Report, full: Report, lengths: li
     facts = measured.get("facts") or {}
     change = measured["perplexity"] / full["perplexity"] - 1
     return [
-        name, *bits, f"{measured['kl']:.5f}", f"{measured['same_top']:.1%}", f"{measured['perplexity']:.3f}",
-        f"{change:+.2%}", *("" if facts.get(length) is None else str(facts[length]) for length in lengths),
+        name, *bits, f"{measured['kl']:.5f}", f"{measured['same_top']:.1%}", f"{measured['perplexity']:,.3f}",
+        f"{change:+,.2%}", *("" if facts.get(length) is None else str(facts[length]) for length in lengths),
     ]  # fmt: skip
 
 

