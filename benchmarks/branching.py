@@ -227,7 +227,7 @@ def main(
     setting = Setting(model, threads)
     torch.set_num_threads(threads)
     chosen |= {f"{number} beams, curve": curve_point(number) for number in CURVE if curve}
-    speed, cases = bandwidth(), {}
+    speed, cases = bandwidth(seconds=3), {}
     for name, scenario in chosen.items():
         scenario = shrunk(scenario) if quick else scenario
         _console.print(

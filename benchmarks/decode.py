@@ -230,7 +230,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    llm, speed, peers = llama(**SHAPES[model]), bandwidth(), {}
+    llm, speed, peers = llama(**SHAPES[model]), bandwidth(seconds=3), {}
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
             from llama_cpp_peer import LlamaCpp, quantize, write_gguf

@@ -48,11 +48,11 @@ class StepTime:
         return self.floor_ms / self.ms
 
 
-def bandwidth(device: str = "cpu") -> float:
-    """Bytes per second that summing a large tensor reads at best within three seconds: other machines on the same
-    memory come and go, and a floor above what a peer takes would be none."""
+def bandwidth(device: str = "cpu", seconds: float = 1.0) -> float:
+    """Bytes per second that summing a large tensor reads at best within that time: other machines on the same memory
+    come and go, and a floor above what a peer takes would be none."""
     data = torch.ones(_SUM_BYTES.get(device, 2**32) // 4, device=device)
-    best, end = float("inf"), time.monotonic() + 3
+    best, end = float("inf"), time.monotonic() + seconds
     while time.monotonic() < end:
         begun = time.perf_counter()
         data.sum().item()
