@@ -12,13 +12,13 @@ Prints tables and one JSON line; writes the tables next to `--out` in Markdown t
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib.util
-import json
 import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import torch
 import transformers
@@ -27,6 +27,7 @@ from common import full_bytes_per_token, kept_bytes, picked, report
 from lossy import texts as sources
 from lossy.facts import FACTS, facts_found, text_with_facts
 from lossy.markdown import document
+from lossy.results import Results
 from lossy.stream import measure_stream
 from lossy.twin import twin_of
 from lossy.variants import CACHES, PEER_CACHES, PEER_WEIGHTS, RESIDUAL, WEIGHTS, CacheVariant
@@ -44,25 +45,25 @@ QUESTIONS = (
     "Name three planets and say one thing about each.",
 )
 ANSWER = 40  # tokens of an answer
+Row: TypeAlias = dict[str, Any]
 _progress = Console(stderr=True)
 
 
 def measure_caches(
     generator: engine.Generator, reference: Reference, chosen: dict[str, CacheVariant], long_texts: dict[int, str]
-) -> dict[str, dict[str, Any]]:
+) -> Iterator[tuple[str, Row]]:
     config, (rows, length) = generator.model.config, reference.ids.shape
     values = full_bytes_per_token(config, 1) * rows * length
-    found: dict[str, dict[str, Any]] = {}
     for name, variant in track(chosen.items(), "caches", console=_progress):
         sizes: list[int] = []
         read = engine_reader(partial(_generate, generator, variant, length, sizes))
-        found[name] = dataclasses.asdict(reference.compare(read))
-        found[name] |= {"bits": 8 * sum(sizes) / values, "encoded_bits": variant.encoded_bits(config)}
-        found[name]["facts"] = {
+        row = asdict(reference.compare(read))
+        row |= {"bits": 8 * sum(sizes) / values, "encoded_bits": variant.encoded_bits(config)}
+        row["facts"] = {
             tokens: None if variant.theirs else facts_found(generator, text, **variant.parameters(config, tokens))
             for tokens, text in long_texts.items()
         }
-    return found
+        yield name, row
 
 
 def _generate(
@@ -81,18 +82,19 @@ def _generate(
 
 def measure_weights(
     model: Any, tokenizer: Any, reference: Reference, chosen: dict[str, dict[str, Any]], long_texts: dict[int, str]
-) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+) -> Iterator[tuple[str, Row]]:
     elements = sum(weight.numel() for weight in model.parameters())
     for name, options in track(chosen.items(), "weights", console=_progress):
         generator = engine.Generator(copy.deepcopy(model), tokenizer, engine.EngineConfig(**options))
-        found[name] = dataclasses.asdict(reference.compare(engine_reader(generator.generate)))
-        found[name] |= {
-            "bits": 8 * _weight_bytes(generator.model) / elements,
-            "facts": {tokens: facts_found(generator, text) for tokens, text in long_texts.items()},
-            "answers": answers_of(generator),
-        }
-    return found
+        yield (
+            name,
+            asdict(reference.compare(engine_reader(generator.generate)))
+            | {
+                "bits": 8 * _weight_bytes(generator.model) / elements,
+                "facts": {tokens: facts_found(generator, text) for tokens, text in long_texts.items()},
+                "answers": answers_of(generator),
+            },
+        )
 
 
 def _weight_bytes(model: Any) -> int:
@@ -110,35 +112,34 @@ def answers_of(generator: engine.Generator) -> list[str]:
 
 def measure_peer(
     model: Any, reference: Reference, cache_types: tuple[str, ...], weight_types: tuple[str, ...]
-) -> dict[str, dict[str, Any]]:
-    """llama.cpp: {"caches": by type of keys and values, "weights": by type of weights}, compared with our reference."""
+) -> Iterator[tuple[str, str, Row]]:
+    """llama.cpp by types of keys and values ("caches") and of weights, compared with our reference."""
     from llama_cpp_peer import LlamaCpp, cache_bits, quantize, write_gguf
 
-    threads, elements = torch.get_num_threads(), sum(weight.numel() for weight in model.parameters())
+    elements = sum(weight.numel() for weight in model.parameters())
 
-    def read(peer: LlamaCpp, cache_type: str, ids: torch.Tensor, record: Record) -> None:
-        for row, text in enumerate(ids):
-            for before, logits in peer.read(text[:-1], PIECE, cache_type):
-                record(slice(row, row + 1), before, logits[None])
+    def compared(file: Path, cache_type: str) -> Row:
+        peer = LlamaCpp(file, torch.get_num_threads())
 
-    found: dict[str, dict[str, Any]] = {"caches": {}, "weights": {}}
+        def read(ids: torch.Tensor, record: Record) -> None:
+            for row, text in enumerate(ids):
+                for before, logits in peer.read(text[:-1], PIECE, cache_type):
+                    record(slice(row, row + 1), before, logits[None])
+
+        measured = asdict(reference.compare(read))
+        peer.release()
+        return measured
+
     with tempfile.TemporaryDirectory() as folder:
         full = Path(folder) / "full.gguf"
         write_gguf(model, full)
-        peer = LlamaCpp(full, threads)
         for cache_type in track(cache_types, "llama.cpp's caches", console=_progress):
-            measured = reference.compare(partial(read, peer, cache_type))
-            found["caches"][cache_type] = dataclasses.asdict(measured) | {"bits": cache_bits(cache_type)}
-        peer.release()
+            yield "caches", cache_type, compared(full, cache_type) | {"bits": cache_bits(cache_type)}
         for weight_type in track(weight_types, "llama.cpp's weights", console=_progress):
             file = quantize(full, weight_type, pure=False)
-            peer = LlamaCpp(file, threads)
-            measured = reference.compare(partial(read, peer, "F32"))
-            peer.release()
             bits = 8 * file.stat().st_size / elements
-            found["weights"][weight_type] = dataclasses.asdict(measured) | {"bits": bits}
+            yield "weights", weight_type, compared(file, "F32") | {"bits": bits}
             file.unlink()
-    return found
 
 
 def has_peer() -> bool:
@@ -173,43 +174,27 @@ def main(
     all_texts = sources.read(folder, is_shipped)
     ids = sources.pieces_of(tokenizer, all_texts, length, texts)
     long_texts = {int(size): text_with_facts(all_texts, tokenizer, int(size)) for size in facts.split(",") if size}
-    reference = Reference(ids, engine_reader(generator.generate))
-    found: dict[str, Any] = {
+    results = Results(out, {
         "model": model, "parameters": sum(weight.numel() for weight in llm.parameters()), "texts": len(ids),
         "text_tokens": length, "residual_length": RESIDUAL, "questions": QUESTIONS, "facts": len(FACTS),
-        "caches": measure_caches(generator, reference, chosen, long_texts), "weights": {}, "peer": {},
-    }  # fmt: skip
-    for name, of_model in ({"model": llm} | ({"twin": twin_of(llm)} if twin else {})).items():
-        found["weights"][name] = measure_weights(of_model, tokenizer, reference, chosen_weights, long_texts)
-        if peer:
-            cache_types = ("F32", *PEER_CACHES) if of_model is llm else ("F32",)
-            found["peer"][name] = measure_peer(of_model, reference, cache_types, PEER_WEIGHTS)
+    })  # fmt: skip
+    reference = Reference(ids, engine_reader(generator.generate))
+    results.add(full=asdict(reference.full), caches={}, weights={}, peer={})
+    for name, row in measure_caches(generator, reference, chosen, long_texts):
+        results.add(caches={name: row})
+    for of, of_model in ({"model": llm} | ({"twin": twin_of(llm)} if twin else {})).items():
+        for name, row in measure_weights(of_model, tokenizer, reference, chosen_weights, long_texts):
+            results.add(weights={of: {name: row}})
+        cache_types = ("F32", *PEER_CACHES) if of_model is llm else ("F32",)
+        for of_what, name, row in measure_peer(of_model, reference, cache_types, PEER_WEIGHTS) if peer else ():
+            results.add(peer={of: {of_what: {name: row}}})
     if windows:
         longest = max((encode(tokenizer, [text]) for text in all_texts), key=len)
-        found["stream"] = measure_stream(llm, longest[: windows * window + 1], window, 4, most_full)
-    found = _with_earlier(found, out)
-    print(document(found), flush=True)
+        results.add(stream=measure_stream(llm, longest[: windows * window + 1], window, 4, most_full))
+    print(document(results.rows))
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".md").write_text(document(found))
-    report("quality", out, **found)
-
-
-def _with_earlier(found: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    """With the rows of the file `out` that were not measured again, if it is of the same model and texts."""
-    if out is None or not out.exists():
-        return found
-    earlier = json.loads(out.read_text())
-    same = {name: found[name] for name in ("model", "parameters", "texts", "text_tokens", "residual_length")}
-    if not same.items() <= earlier.items():
-        raise typer.BadParameter(f"{out} has results of another model or other texts: give another --out")
-    return _merged(earlier, json.loads(json.dumps(found)))
-
-
-def _merged(earlier: Any, later: Any) -> Any:
-    if not (isinstance(earlier, dict) and isinstance(later, dict)):
-        return later
-    return earlier | {name: _merged(earlier.get(name), value) for name, value in later.items()}
+        out.with_suffix(".md").write_text(document(results.rows))
+    report("quality", out, **results.rows)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def _measures(report: Report) -> list[str]:
 
 
 def _caches(report: Report) -> str:
-    lengths, full, rows = _lengths(report), report["weights"]["model"]["full"], []
+    lengths, full, rows = _lengths(report), report["full"], []
     for name, measured in report["caches"].items():
         encoded = "" if measured["encoded_bits"] is None else f"{measured['encoded_bits']:.2f}"
         rows.append(_row(name, [encoded, f"{measured['bits']:.2f}"], measured, full, lengths))
@@ -60,7 +60,7 @@ def _caches(report: Report) -> str:
 
 
 def _weights(report: Report, name: str) -> str:
-    lengths, full = _lengths(report), report["weights"][name]["full"]
+    lengths, full = _lengths(report), report["full"]
     peers = report["peer"].get(name, {})
     measured = report["weights"][name] | {f"llama.cpp {kind}": row for kind, row in peers.get("weights", {}).items()}
     if "F32" in peers.get("caches", {}):

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -74,15 +75,15 @@ def step_time(
         raise InputError(f"{type(model).__name__} has an encoder, whose work is no step: measure models without one")
     words = vocabulary_of(model) or model.get_input_embeddings().num_embeddings
     ids = torch.randint(words, (1, prompt_tokens), generator=torch.Generator().manual_seed(0), device="cpu")
-    endless = {"eos_token_id": [], "do_sample": False, "max_new_tokens": new_tokens}
+    parameters: dict[str, Any] = {"eos_token_id": [], "do_sample": False, "max_new_tokens": new_tokens} | cache
     doing("measuring the bandwidth of memory")
     rate = bandwidth(model.device.type)
     doing("warming up")
     if generator.config.compile != "off":
-        generator.warmup(without_padding(ids), **endless, **cache)
+        generator.warmup(without_padding(ids), **parameters)
     times, cache_bytes = [], 0
     for run in range(_RUNS + 1):
-        out = generator.generate(without_padding(ids), **endless, **cache)
+        out = generator.generate(without_padding(ids), **parameters)
         assert out.stats.decode_tokens_per_s is not None
         cache_bytes = out.stats.cache_bytes
         if run > 0:  # the first one is the warm-up
