@@ -169,7 +169,8 @@ def main(
     if peer and not has_peer():
         raise typer.BadParameter("llama.cpp is not installed: pip install -e '.[peers]', or leave --peer out")
     is_shipped = model == "shipped"
-    generator = engine.Generator(engine.SHIPPED_MODEL if is_shipped else model)
+    in_full = engine.EngineConfig(weights="full")  # also of a file with codes
+    generator = engine.Generator(engine.SHIPPED_MODEL if is_shipped else model, config=in_full)
     tokenizer, llm = generator.tokenizer, generator.model
     all_texts = sources.read(folder, is_shipped)
     ids = sources.pieces_of(tokenizer, all_texts, length, texts)

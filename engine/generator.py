@@ -16,6 +16,7 @@ from configs import CacheConfig, EngineConfig
 from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
 from engine.errors import OptionError
+from engine.kernels.low_bit_linears import ENCODERS
 from engine.kernels.weight_conversion import convert_linears
 from engine.loading.load import load
 from engine.memory.cache_choice import check_new
@@ -55,7 +56,7 @@ class Generator:
     ):
         config = _checked(config)
         self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
-        if config.weights != "full":
+        if config.weights in ENCODERS:
             convert_linears(self.model, config.weights)
         self._runner = ModelRunner(self.model, config.compile, config.linears)
         self._store: PrefixStore | None = None
@@ -172,15 +173,16 @@ class Generator:
     ) -> list[TextScore]:
         """How likely the model finds each of the texts, in their order: see `TextScore`.
 
-        texts: a text, a list of texts, or a list of lists of token ids. Each has 2 tokens or more. rows: texts that are
-        computed together. piece_tokens: a text is read in pieces of so many tokens; with a cache that loses something
-        (quantized, with a window, with sinks) each piece sees what the cache still has of those before it, and 1 is as
-        in generation. cache, cache_config: the backend, as of `generate`, by name. Not for models with an encoder.
+        texts: a text, its token ids, or a list of either. Each has 2 tokens or more. rows: texts that are computed
+        together. piece_tokens: a text is read in pieces of so many tokens, whose logits [rows, piece, vocabulary] exist
+        at once; with a cache that loses something (quantized, with a window, with sinks) each piece sees what the cache
+        still has of those before it, and 1 is as in generation. cache, cache_config: the backend, as of `generate`, by
+        name. Raises `InputError` for models with an encoder, and for those that read a text otherwise in pieces.
         """
         if not isinstance(cache, str | CacheConfig | None):
             raise OptionError("every run of score() begins with an empty cache: give the name of one as cache=")
         generate = partial(self.generate, cache=cache, cache_config=cache_config)
-        return score(generate, self.model, read_texts(texts, self.tokenizer), rows, piece_tokens)
+        return score(generate, self.model, self.facts, read_texts(texts, self.tokenizer), rows, piece_tokens)
 
     @takes(generate_parameters, documented_by=engine.generate)
     def astream(

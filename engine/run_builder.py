@@ -214,7 +214,7 @@ class RunBuilder:
         def finish() -> None:
             reused.keep(session.cache)
             if draft is not None:
-                draft.judge(request.drafts, runner.model)
+                draft.judge(request.drafts)
 
         return Driver(loop, stop, finish, budget.planned_bytes)
 
@@ -227,7 +227,7 @@ class RunBuilder:
         if draft is None:
             return request, None
         draft_request = read_draft_request(draft.model, model, request, live, call)
-        request = replace(request, drafts=draft.drafts(request.strategy), translation=draft_request.translation)
+        request = replace(request, drafts=draft.drafts(request.strategy, model), translation=draft_request.translation)
         return request, draft_request
 
     def _draft_of(self, model: PreTrainedModel) -> Draft | None:

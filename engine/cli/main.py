@@ -28,6 +28,7 @@ from engine.cli.commands.compile import compile
 from engine.cli.commands.generate import generate
 from engine.cli.commands.linears import linears
 from engine.cli.commands.plan import plan
+from engine.cli.commands.score import score
 from engine.cli.commands.serve import serve
 from engine.cli.help import Command
 from engine.errors import EngineError, GenerationInterrupted, OptionError
@@ -39,6 +40,7 @@ app = typer.Typer(rich_markup_mode=None, context_settings=_settings)
 _SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
     chat: "Talk to a model.",
+    score: "Say how likely a model finds texts.",
     serve: "Answer requests of OpenAI's HTTP protocol.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",

@@ -125,7 +125,7 @@ MODEL = {
     "prefill_chunk_tokens": option(int, "N", "Compute the prompt in chunks of this many tokens, to save memory."),
     "compile": option(str, "NAME", f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
         autocompletion=lambda: list(COMPILE_CHOICES)),
-    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: full.",
+    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: file.",
         autocompletion=lambda: list(WEIGHTS_CHOICES)),
     "linears": option(str, "NAME",
         f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
@@ -180,6 +180,16 @@ CACHES = {
         max=2**24),
     "as_json": flag("Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
         "or refused).", "--json"),
+}
+SCORED = {
+    "texts": argument(list[str], "TEXT", "A text; there may be several; - or none reads standard input."),
+    "file": option(list[Path], "PATH", "Read a text from this file, - is standard input; may be repeated. Each line of "
+        "a file named .jsonl is a text: a string, a list of token ids or an object with text.", "--file", "-f"),
+    "rows": option(int, "N", "Texts that are computed together; default: 4.", min=1),
+    "piece_tokens": option(int, "N", "Read a text in pieces of so many tokens; with a cache that loses something 1 is "
+        "as in generation. Default: 64.", min=1),
+    "as_json": flag("Print JSON: rows (tokens, logprobs, logprob, perplexity) and both for all texts together.",
+        "--json"),
 }
 LINEARS = {
     "path": PLAN["path"],
@@ -247,6 +257,11 @@ GENERATE: dict[str | None, dict[str, Declared]] = {
     parameters.ENDING: ENDING,
     "What is printed": OUTPUT,
 }  # fmt: skip
+SCORE: dict[str | None, dict[str, Declared]] = {
+    "The texts": SCORED,
+    "The model": MODEL,
+    parameters.CACHE: CACHE,
+}
 SERVE: dict[str | None, dict[str, Declared]] = {
     "The server": SERVER,
     "The model": MODEL | {"tp": TP},

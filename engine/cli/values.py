@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs import EngineConfig, preset, presets
 from engine.cli import options
@@ -33,6 +33,14 @@ _SETTINGS = [name for name in (*options.MODEL, "tp") if name not in ("model", "a
 _LABELS = ("id", "custom_id")  # of a line of JSON
 
 _PYTHONS = {"True": True, "False": False, "None": None}
+
+
+class KnownText(NamedTuple):
+    """text: as it is, or its token ids. title: what a table calls it. labels: of its line of JSON."""
+
+    title: str
+    labels: dict[str, object]
+    text: str | list[object]
 
 
 def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -117,10 +125,13 @@ def assignments(pairs: list[str] | None, option: str) -> dict[str, object]:
     return values
 
 
-def prompts(texts: list[str], files: list[Path]) -> list[str]:
-    """The prompts, from arguments, files or standard input. A trailing newline is part of the prompt."""
+def prompts(texts: list[str], files: list[Path], metavar: str = "PROMPT") -> list[str]:
+    """The prompts, from arguments, files or standard input. A trailing newline is part of the prompt.
+
+    metavar: what the help of the command calls them.
+    """
     if texts and files:
-        raise OptionError("the prompt was given twice: as PROMPT and as --file")
+        raise OptionError(f"the {metavar.lower()} was given twice: as {metavar} and as --file")
     if [*texts, *map(str, files)].count("-") > 1:
         raise OptionError("- is standard input, which can be read once, but it was given several times")
     if files:
@@ -129,11 +140,11 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
         if not text:
             raise OptionError(
-                'there is no PROMPT: give one, as in engine generate "def main():", or a --file, or pipe it into '
-                "standard input"
+                f'there is no {metavar}: give one in quotes, as "def main():", or a --file, or pipe it into standard '
+                "input"
             )
         return [text]
-    return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
+    return [_standard_input() if text == "-" else checked(text, metavar) for text in texts]
 
 
 def is_first_rank(config: EngineConfig) -> bool:
@@ -175,6 +186,29 @@ def without_labels(prompts: list[Any]) -> tuple[list[object], list[dict[str, obj
         for prompt in prompts
     ]
     return plain, labels
+
+
+def known_texts(texts: list[str], files: list[Path]) -> list[KnownText]:
+    """The texts to score: the arguments, files, the lines of files named .jsonl, or standard input."""
+    contents = prompts(texts, files, "TEXT")
+    if not files:
+        return [KnownText(text, {}, text) for text in contents]
+    known = []
+    for file, content in zip(files, contents, strict=True):
+        if file.suffix != ".jsonl":
+            known.append(KnownText(file.name, {}, content))
+            continue
+        plain, labels = without_labels(list(_lines(str(file), content)))
+        for line, label in zip(plain, labels, strict=True):
+            text = line.get("text", line.get("prompt")) if isinstance(line, dict) else line
+            if not isinstance(text, str | list):
+                raise OptionError(
+                    f'a line of {file} has no text: {line!r:.80}: write a text, a list of token ids, or {{"text": ...}}'
+                )
+            known.append(KnownText(str(next(iter(label.values()), text)), label, text))
+    if not known:
+        raise OptionError(f"there is no text in {', '.join(map(str, files))}: write a text into each line")
+    return known
 
 
 def _lines(path: str, text: str) -> Iterator[object]:

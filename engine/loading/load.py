@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -30,8 +31,9 @@ from caches.platform.torch_api import inside_compiled
 from caches.platform.warn_once import warn_once
 from configs import EngineConfig
 from engine.errors import EngineError, InputError, OptionError
+from engine.loading.gguf import load_codes, settings_of
 from engine.loading.location import ADAPTER, GGUF, locate
-from engine.loading.placement import check_here, read_dtype
+from engine.loading.placement import check_here, is_on_cpu, read_dtype
 from engine.parallel.tensor_parallel import arguments_of_part
 
 _IN_WORDS = (OSError, ValueError, ImportError, SafetensorError)  # whose texts say what happened
@@ -55,6 +57,8 @@ def load(
     dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
     check_here(config.device_map)
     model, trust = _source(model)
+    if "gguf_file" in trust and config.tp == 1:
+        return _load_gguf(Path(model, str(trust["gguf_file"])), tokenizer, dtype, config)
     trust["trust_remote_code"] = config.trust_remote_code  # without a value, transformers asks on standard input
     remedy = (
         "which may not run by default: read that code, then load the model with Generator(..., "
@@ -82,6 +86,26 @@ def load(
             f"{len(missing)} weights of the model are not in {str(model)!r} (the first is {missing[0]}): they are "
             "random, so its text is too. Does config.json belong to these weights?"
         )
+    return loaded.eval(), tokenizer
+
+
+def _load_gguf(
+    file: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype | str, config: EngineConfig
+) -> tuple[PreTrainedModel, Any]:
+    """As `load`, of a GGUF file."""
+    with _errors_in_one_line(file, "which a GGUF file cannot"), settings_of(file) as settings:
+        if tokenizer is None:
+            with _errors_of_tokenizer(str(file)):
+                tokenizer = AutoTokenizer.from_pretrained(settings)
+        model_config = AutoConfig.from_pretrained(settings)
+        model_class, loaded = auto_class(model_config), None
+        if config.weights == "file" and is_on_cpu(config.device_map):
+            loaded = load_codes(
+                file, model_config, model_class, dtype if isinstance(dtype, torch.dtype) else torch.float32
+            )
+        if loaded is None:
+            options = {"gguf_file": file.name, "device_map": config.device_map}
+            loaded = model_class.from_pretrained(str(file.parent), dtype=dtype, **options)
     return loaded.eval(), tokenizer
 
 
@@ -187,6 +211,9 @@ def load_config(model: str | Path) -> PreTrainedConfig:
     )
     model, options = _source(model)
     with _errors_in_one_line(model, remedy):
+        if "gguf_file" in options:
+            with settings_of(Path(model, str(options["gguf_file"]))) as settings:
+                return AutoConfig.from_pretrained(settings)
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **options)
 
 

@@ -50,7 +50,7 @@ PROMPT = "import os\n"
         (["x", "--choice", ""], "error: every --choice is empty"),
         (["x", "--choice", "", "--choice", ""], "error: every --choice is empty"),
         (["-", "-"], "error: - is standard input, which can be read once"),
-        ([], "error: there is no PROMPT: give one, as in engine generate"),
+        ([], "error: there is no PROMPT: give one in quotes"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):

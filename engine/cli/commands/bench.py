@@ -73,7 +73,7 @@ def _divergence(
     from engine.measuring.quality import SKIPPED, Reference, engine_reader
     from engine.scoring import read_texts
 
-    full = load_generator(work, model, EngineConfig(dtype=config.dtype, device_map=config.device_map))
+    full = load_generator(work, model, EngineConfig(dtype=config.dtype, device_map=config.device_map, weights="full"))
 
     ids = torch.tensor([read_texts(text, full.tokenizer)[0][:_TOKENS]], device="cpu")
     if ids.shape[1] < 2 * SKIPPED:

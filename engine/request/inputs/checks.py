@@ -314,8 +314,8 @@ def check_positions(
     if needed > positions:
         raise InputError(
             f"{lengths(prompt_columns, total - prompt_columns)} need {needed:,} positions, but the model "
-            f"has {positions:,}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if its "
-            "positions are known to reach further)"
+            f"has {positions:,}: shorten the text, or keep a window of it with cache='sink' (or raise "
+            "config.max_position_embeddings if its positions are known to reach further)"
         )
 
 
