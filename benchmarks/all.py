@@ -4,6 +4,7 @@
 
 Each runs in a process of its own and writes results/PROCESSOR/NAME-cpu.json, where the documentation reads it. Peers
 are measured in turns in the same run; llama.cpp takes part where it is installed (`pip install -e '.[peers]'`).
+`quality.py` is not among them: what it measures depends on the model, not on the processor.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ COMMANDS: dict[str, list[str]] = {
     "scaling": ["scaling.py"],
     "memory": ["memory.py", "--peak", "--contexts", "1024,4096"],
     "memory-long": ["memory.py", "--peak", "--contexts", "16384", "--only", _LONG],
-    "quality": ["quality.py"],
     "assisted": ["assisted.py"],
     "reuse": ["reuse.py"],
     "many": ["many.py"],
@@ -39,7 +39,7 @@ COMMANDS: dict[str, list[str]] = {
     "compiling": ["compiling.py"],
     "weights": ["weights.py"],
 }
-PLOTTED = ("decode", "branching", "scaling", "quality", "many")
+PLOTTED = ("decode", "branching", "scaling", "many")
 
 
 def main(only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all") -> None:

@@ -20,12 +20,13 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, llama, picked, report, spread, timed
+from common import SHAPES, llama, picked, report, spread, timed
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
 import engine
+from engine.measuring.decoding import bandwidth
 
 _console = Console()
 
@@ -146,7 +147,7 @@ def main(
     chosen = picked(SCENARIOS, scenarios)
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    speed, cases, shape = bandwidth(), {}, SHAPES[model]
+    speed, cases, shape = bandwidth(seconds=3), {}, SHAPES[model]
     lower = min(lower, shape["num_hidden_layers"] - 1)
     for name, scenario in chosen.items():
         scenario = replace(scenario, prompt=40, new=12) if quick else scenario

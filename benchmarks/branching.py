@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, full_bytes_per_token, kept_bytes, llama, picked, report, spread, timed
+from common import SHAPES, full_bytes_per_token, kept_bytes, llama, picked, report, spread, timed
 from memory import FORGET_PEAK, forget_peak, in_a_process_of_its_own, memory_bytes
 from rich.console import Console
 from rich.table import Table
@@ -28,6 +28,7 @@ from transformers import LogitsProcessor
 
 import caches
 import engine
+from engine.measuring.decoding import bandwidth
 
 _console = Console()
 
@@ -226,7 +227,7 @@ def main(
     setting = Setting(model, threads)
     torch.set_num_threads(threads)
     chosen |= {f"{number} beams, curve": curve_point(number) for number in CURVE if curve}
-    speed, cases = bandwidth(), {}
+    speed, cases = bandwidth(seconds=3), {}
     for name, scenario in chosen.items():
         scenario = shrunk(scenario) if quick else scenario
         _console.print(

@@ -53,16 +53,6 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def bandwidth(device: str = "cpu") -> float:
-    """Bytes per second that summing a large tensor reads at best within three seconds: other machines on the same
-    memory come and go, and a floor above what a peer takes would be none."""
-    data = torch.ones(2**28 // 4 if device == "cpu" else 2**32 // 4, device=device)
-    best, end = float("inf"), time.monotonic() + 3
-    while time.monotonic() < end:
-        best = min(best, timed(lambda: data.sum().item()))
-    return data.nbytes / best
-
-
 def spread(samples: list[float]) -> dict[str, float]:
     return {"median": statistics.median(samples), "least": min(samples), "most": max(samples)}
 

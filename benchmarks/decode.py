@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 import transformers
 import typer
-from common import SHAPES, bandwidth, full_bytes_per_token, llama, report, spread, timed
+from common import SHAPES, full_bytes_per_token, llama, report, spread, timed
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -33,6 +33,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import caches
 import engine
+from engine.measuring.decoding import bandwidth
 
 NEW = 64
 _console = Console()
@@ -229,7 +230,7 @@ def main(
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    llm, speed, peers = llama(**SHAPES[model]), bandwidth(), {}
+    llm, speed, peers = llama(**SHAPES[model]), bandwidth(seconds=3), {}
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
             from llama_cpp_peer import LlamaCpp, quantize, write_gguf

@@ -6,6 +6,8 @@ Needs the packages `llama-cpp-python` and `gguf`; nothing else here does.
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.add_tokenizer_model("no_vocab")
     writer.add_tensor("token_embd.weight", model.model.embed_tokens.weight.detach().numpy())
     writer.add_tensor("output_norm.weight", model.model.norm.weight.detach().numpy())
-    writer.add_tensor("output.weight", model.lm_head.weight.detach().numpy())
+    if not config.tie_word_embeddings:
+        writer.add_tensor("output.weight", model.lm_head.weight.detach().numpy())
     for layer, block in enumerate(model.model.layers):
         for name, short in _NAMES.items():
             weight = block.get_submodule(name).weight.detach()
@@ -60,42 +63,52 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.close()
 
 
-FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}  # of llama.cpp's `llama_ftype`
-
-
-def quantize(path: Path, kind: str) -> Path:
-    """The file `path` with its matrices, embeddings too, in another type of `FILE_TYPES`."""
+def quantize(path: Path, kind: str, pure: bool = True) -> Path:
+    """The file `path` with its matrices, embeddings too, in another type, as "Q4_0". pure: all in this one; else some
+    in larger ones, as llama.cpp does by default."""
+    import gguf
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()
-    parameters.ftype, parameters.pure = FILE_TYPES[kind], True
+    parameters.ftype, parameters.pure = gguf.LlamaFileType[f"MOSTLY_{kind}"], pure
+    parameters.nthread = torch.get_num_threads()
     out = path.with_suffix(f".{kind}.gguf")
     if llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(parameters)) != 0:
         raise RuntimeError(f"llama.cpp could not make {kind}")
     return out
 
 
+@functools.cache
+def _silence() -> Any:
+    """What llama.cpp calls instead of printing, for as long as the process lives."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *_: None)
+
+
+def cache_bits(kind: str) -> float:
+    """Bits per value of keys and values of this type, with their scales."""
+    import gguf
+
+    values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    return 8 * size / values
+
+
 class LlamaCpp:
-    """Greedy decoding with llama.cpp. A new context per call, as `generate` makes a new cache."""
+    """Greedy decoding and reading with llama.cpp. A new context per call, as `generate` makes a new cache."""
 
     def __init__(self, path: Path, threads: int):
         import llama_cpp
 
         self._library, self._threads = llama_cpp, threads
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
+        llama_cpp.llama_log_set(_silence(), ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
 
     def generate(self, ids: torch.Tensor, new: int, first: Any) -> list[int]:
         """The `new` tokens after `ids` [1, tokens]. `first.note()` is called when the first is there."""
         library, tokens = self._library, ids[0].tolist()
-        parameters = library.llama_context_default_params()
-        parameters.n_ctx = len(tokens) + new
-        parameters.n_batch = len(tokens)
-        parameters.n_threads = parameters.n_threads_batch = self._threads
-        parameters.type_k = parameters.type_v = 0  # GGML_TYPE_F32
-        context = library.llama_init_from_model(self._model, parameters)
-        vocabulary = library.llama_vocab_n_tokens(library.llama_model_get_vocab(self._model))
+        context = self._context(len(tokens) + new, len(tokens), "F32")
+        vocabulary = self._vocabulary()
         made: list[int] = []
         while len(made) < new:
             array = (library.llama_token * len(tokens))(*tokens)
@@ -107,3 +120,39 @@ class LlamaCpp:
             first.note()
         library.llama_free(context)
         return made
+
+    def read(self, ids: torch.Tensor, piece_tokens: int, cache_type: str) -> Iterator[tuple[int, torch.Tensor]]:
+        """The logits [tokens, vocabulary] of each piece of the text `ids` [tokens], and how many tokens come before
+        it. cache_type: of keys and values, as "Q8_0"."""
+        library, tokens = self._library, ids.tolist()
+        context = self._context(len(tokens), piece_tokens, cache_type)
+        batch = library.llama_batch_init(piece_tokens, 0, 1)
+        for begin in range(0, len(tokens), piece_tokens):
+            piece = tokens[begin : begin + piece_tokens]
+            batch.n_tokens = len(piece)
+            for number, token in enumerate(piece):
+                batch.token[number], batch.pos[number], batch.logits[number] = token, begin + number, 1
+                batch.n_seq_id[number], batch.seq_id[number][0] = 1, 0
+            if library.llama_decode(context, batch) != 0:
+                raise RuntimeError("llama.cpp could not decode")
+            logits = np.ctypeslib.as_array(library.llama_get_logits(context), (len(piece), self._vocabulary()))
+            yield begin, torch.from_numpy(logits)
+        library.llama_batch_free(batch)
+        library.llama_free(context)
+
+    def release(self) -> None:
+        """Free the model."""
+        self._library.llama_model_free(self._model)
+
+    def _context(self, tokens: int, batch_tokens: int, cache_type: str) -> Any:
+        import gguf
+
+        parameters = self._library.llama_context_default_params()
+        parameters.n_ctx, parameters.n_batch = tokens, batch_tokens
+        parameters.n_threads = parameters.n_threads_batch = self._threads
+        parameters.type_k = parameters.type_v = gguf.GGMLQuantizationType[cache_type]
+        return self._library.llama_init_from_model(self._model, parameters)
+
+    def _vocabulary(self) -> int:
+        words: int = self._library.llama_vocab_n_tokens(self._library.llama_model_get_vocab(self._model))
+        return words

@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 mpl.rcParams["svg.hashsalt"] = "kvengine"  # the same results give the same file
+LOSSLESS = 1e-6  # nats: KL of another order of sums
 OURS, THEIRS, ALARM = "#2f6fab", "#9aa5b1", "#c0392b"
 
 
@@ -45,31 +46,50 @@ def draw_decode(found: dict[str, Any]) -> Figure:
 
 
 def draw_quality(found: dict[str, Any]) -> Figure:
-    figure, (codecs, stream) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    draw_codecs(codecs, found["codecs"])
-    draw_stream(stream, found["stream"])
-    for axis in (codecs, stream):
-        axis.set_ylabel("perplexity (less is better)")
+    """KL over bits: caches, weights, and the stream where there is one."""
+    figure, axes = plt.subplots(1, 3 if "stream" in found else 2, figsize=(11, 3.8), layout="constrained")
+    draw_caches(axes[0], found)
+    draw_weights(axes[1], found)
+    for axis in axes[:2]:
+        axis.set_yscale("log")
+        axis.set_ylabel("KL to the model in full, nats per token (less is better)")
+    if "stream" in found:
+        draw_stream(axes[2], found["stream"])
+        axes[2].set_ylabel("perplexity (less is better)")
+    for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     return figure
 
 
-def draw_codecs(axis: Axes, found: dict[str, Any]) -> None:
-    """A line per codec through its bit widths. What is far worse than the rest would hide how these differ."""
-    reference = found["dynamic"]["perplexity"]
-    lines: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for name, taken in found.items():
-        codec = re.sub(r", \d+ bits?", "", name)
-        if name != "dynamic" and taken["perplexity"] < 1.3 * reference:
-            lines[codec].append((taken["bytes_per_token"], taken["perplexity"]))
-    for number, (codec, points) in enumerate(lines.items()):
-        theirs = codec.startswith("transformers")
-        style = {"color": THEIRS, "ls": ":"} if theirs else {"color": f"C{number}"}
-        axis.plot(*zip(*sorted(points), strict=True), marker="^" if theirs else "os"["channel" in codec], ms=4, lw=1,
-                  label=codec, **style)  # fmt: skip
-    axis.axhline(reference, color=ALARM, lw=1.2, ls="--", label="everything in full")
-    axis.set_xlabel(f"bytes per encoded token (in full {found['dynamic']['bytes_per_token']:,})")
-    axis.legend(frameon=False, fontsize=7)
+def draw_caches(axis: Axes, found: dict[str, Any]) -> None:
+    families: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, row in found["caches"].items():
+        families[re.sub(r", (\d+ bits?|1/\d+)", "", name)][name] = row
+    families["llama.cpp"] = found["peer"].get("model", {}).get("caches", {})
+    draw_families(axis, families)
+    axis.set_xlabel(f"bits per value after {found['text_tokens']:,} tokens")
+
+
+def draw_weights(axis: Axes, found: dict[str, Any]) -> None:
+    families = {}
+    for name, rows in found["weights"].items():
+        twin = ", twin on no grid" if name == "twin" else ""
+        families |= {f"kvengine{twin}": rows, f"llama.cpp{twin}": found["peer"].get(name, {}).get("weights", {})}
+    draw_families(axis, families)
+    axis.set_xlabel("bits per weight")
+
+
+def draw_families(axis: Axes, families: dict[str, dict[str, Any]]) -> None:
+    """A line for each through its sizes, without what loses nothing."""
+    for number, (name, rows) in enumerate(families.items()):
+        points = sorted((row["bits"], row["kl"]) for row in rows.values() if row["kl"] > LOSSLESS)
+        if points:
+            theirs = name.startswith(("transformers", "llama.cpp"))
+            style = {"color": THEIRS if name.startswith("transformers") else "#333333"} if theirs else {}
+            dash = ":" if "twin" in name or name.startswith("transformers") else "-"
+            axis.plot(*zip(*points, strict=True), marker="^" if theirs else "os"[number % 2], ms=4, lw=1, ls=dash,
+                      label=name, **style)  # fmt: skip
+    axis.legend(frameon=False, fontsize=6)
 
 
 def draw_stream(axis: Axes, found: dict[str, Any]) -> None:

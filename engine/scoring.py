@@ -70,30 +70,40 @@ def perplexity(scores: Sequence[TextScore]) -> float:
 class ScoredText:
     """A strategy whose text is known: row i goes on with `tokens[i]`, all of one length. samples: it draws nothing.
 
-    piece_tokens: of each forward.
+    piece_tokens: of each forward. on_logits: is called with the number of tokens before a piece, and the logits after
+    each token of the piece, [rows, tokens, vocabulary]; the first piece is the token that the rows begin with.
     """
 
     tokens: tuple[tuple[int, ...], ...]
     piece_tokens: int = PIECE
+    on_logits: Callable[[int, torch.Tensor], None] | None = None
     name: ClassVar[str] = "scored_text"
     samples: ClassVar[bool] = False
 
     def flow(self, task: Task) -> Flow:
         tokens = torch.tensor(self.tokens, device=task.ids.device)
-        yield Forward(task.ids)
+        logits = yield Forward(task.ids)
+        if self.on_logits is not None:
+            self.on_logits(0, logits[:, None])
         yield Emit(tokens[:, :1])
         for begin in range(0, tokens.shape[1] - 1, self.piece_tokens):
             fed = tokens[:, begin : begin + self.piece_tokens][:, : tokens.shape[1] - 1 - begin]
-            yield Forward(fed, all_logits=True)
+            logits = yield Forward(fed, all_logits=True)
+            if self.on_logits is not None:
+                self.on_logits(begin + 1, logits)
             yield Emit(tokens[:, begin + 1 : begin + 1 + fed.shape[1]])
 
 
-def scoring(ids: Sequence[Sequence[int]], piece_tokens: int = PIECE) -> dict[str, object]:
+def scoring(
+    ids: Sequence[Sequence[int]],
+    piece_tokens: int = PIECE,
+    on_logits: Callable[[int, torch.Tensor], None] | None = None,
+) -> dict[str, object]:
     """The parameters of a run after the first token of each row, whose `logprobs` are those of the others.
 
-    ids: of rows of one length, 2 tokens or more.
+    ids: of rows of one length, 2 tokens or more. piece_tokens, on_logits: see `ScoredText`.
     """
-    strategy = ScoredText(tuple(tuple(row[1:]) for row in ids), piece_tokens)
+    strategy = ScoredText(tuple(tuple(row[1:]) for row in ids), piece_tokens, on_logits)
     return {"strategy": strategy, "max_new_tokens": len(ids[0]) - 1, "top_logprobs": 0} | _ENDLESS
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from engine.cli import output
+from engine.cli.commands.bench import bench
 from engine.cli.commands.cache_files import cache
 from engine.cli.commands.caches import caches
 from engine.cli.commands.chat import chat
@@ -43,6 +44,7 @@ _SHORT: dict[Callable[..., None], str] = {
     serve: "Answer requests of OpenAI's HTTP protocol.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
+    bench: "Measure the speed of a model here, and the quality of what is lossy.",
     compile: "Compile a model's layers ahead.",
     cache: "Say what is in a saved cache.",
     linears: "List the fastest matrix products of linear layers on this processor.",

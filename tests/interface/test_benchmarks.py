@@ -61,20 +61,34 @@ def test_servers(tmp_path):
 
 @pytest.mark.slow
 def test_quality_and_its_plot(tmp_path):
-    options = "--texts 2 --length 192 --windows 5 --window 32 --most-full 96"
-    found = run("quality.py", tmp_path / "quality.json", options)
-    exact = found["codecs"].pop("dynamic")["perplexity"]
-    for name, taken in found["codecs"].items():
-        # That one bit spoils the text shows that what is scored was read from the codec.
-        assert taken["perplexity"] > 5 * exact if "1 bit" in name else taken["perplexity"] < 1.5 * exact
-    stream = found["stream"]
+    options = ["--texts", "2", "--length", "192", "--facts", "500", "--twin", "--caches",
+               "dynamic; kivi, 4 bits; hqq, 1 bit, per token; sliding_window, 1/4"]  # fmt: skip
+    out = tmp_path / "quality.json"
+    found = run("quality.py", out, options)
+    exact, coarse, spoiled, window = found["caches"].values()
+    assert (exact["bits"], exact["kl"], exact["same_top"]) == (32, pytest.approx(0, abs=1e-6), 1)
+    # That one bit spoils the text shows that what is scored was read from the codec.
+    assert 1e-4 < coarse["kl"] < 0.1 < window["kl"] < 1 < spoiled["kl"]
+    assert window["bits"] == pytest.approx(8, rel=0.1)
+    assert all(0 <= row["facts"]["500"] <= found["facts"] for row in found["caches"].values())
+    for weights in (found["weights"]["model"], found["weights"]["twin"]):
+        assert weights["full"]["kl"] < 1e-6 < weights["int8"]["kl"] < weights["int4"]["kl"] < 1
+        assert weights["full"]["bits"] > 31 > 9 > weights["int8"]["bits"] > weights["int4"]["bits"]
+        assert len(weights["full"]["answers"]) == len(found["questions"])
+    # A later run adds to the file.
+    options = "--texts 2 --length 192 --caches fp8 --weights full --windows 5 --window 32 --most-full 96"
+    later = run("quality.py", out, options)
+    assert later["caches"].items() > found["caches"].items()
+    assert later["weights"]["twin"] == found["weights"]["twin"]
+    stream = later["stream"]
     assert {len(per_window) for per_window in stream["perplexity"].values()} == {5, 3}
     for name, (least, most) in stream["least_and_most_bytes"].items():
         assert (least == most) == (name != "dynamic")
         assert name == "dynamic" or 0.5 < stream["to_inside_the_window"][name] < 2
+    assert "fp8" in out.with_suffix(".md").read_text()
     pytest.importorskip("matplotlib")
-    subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", tmp_path / "quality.json"], check=True)
-    assert "sha256" in (tmp_path / "quality.svg").read_text()
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "plot.py", out], check=True)
+    assert "sha256" in out.with_suffix(".svg").read_text()
 
 
 @pytest.mark.slow

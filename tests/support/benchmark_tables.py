@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import textwrap
 from typing import Any
 
@@ -124,41 +123,6 @@ def memory(report: Report) -> str:
         "transformers' cache of the same kind and library.",
         table(["context", *contexts], times, "l" + "lr" * len(cases)),
     )
-
-
-def quality(report: Report) -> str:
-    codecs, stream = report["codecs"], report["stream"]
-    full = codecs["dynamic"]["perplexity"]
-    head, rows = ["cache", "bits per byte", "perplexity per token", "against dynamic", "bytes per quantized token"], []
-    for name, taken in codecs.items():
-        perplexity = [f"{taken['perplexity']:,.3f}", f"{taken['perplexity'] / full - 1:+.2%}"]
-        rows.append([name, f"{taken['bits_per_byte']:.4f}", *perplexity, f"{taken['bytes_per_token']:,.0f}"])
-    return text(
-        f"{machine(report)}; {report['texts']} texts of {report['text_tokens']} tokens, the last "
-        f"{report['residual_length']} tokens (and up to a block more) in full precision.",
-        table(head, rows, "lrrrr"),
-        f"Perplexity of one text of {stream['windows']} windows of {stream['window']} tokens:",
-        _stream(stream),
-    )
-
-
-def _stream(stream: Report) -> list[str]:
-    width = stream["windows"] // 5
-    begins = range(0, 5 * width, width)
-    assert "sink" in stream["perplexity"]
-    rows = []
-    for name, per_window in stream["perplexity"].items():
-        parts = [per_window[begin : begin + width] for begin in begins]
-        cells = [
-            f"{statistics.geometric_mean(part):.2f}" if len(part) == width else "past the trained positions"
-            for part in parts
-        ]
-        ratio = stream["to_inside_the_window"].get(name)
-        sizes = sorted(set(stream["least_and_most_bytes"].get(name, [])))
-        cells += ["" if ratio is None else f"{ratio:.3f}", " to ".join(f"{size:,}" for size in sizes)]
-        rows.append([name, *cells])
-    windows = [f"windows {begin + 1} to {begin + width}" for begin in begins]
-    return table(["cache", *windows, "all, relative to inside the window", "bytes"], rows, "lrrrrrrr")
 
 
 def branching(report: Report) -> str:
@@ -400,7 +364,6 @@ TABLES = {
     "speed": ("decode-cpu", speed),
     "memory": ("memory-cpu", memory),
     "memory_long": ("memory-long-cpu", memory),
-    "quality": ("quality-cpu", quality),
     "reuse": ("reuse-cpu", reuse),
     "compiling": ("compiling-cpu", compiling),
     "startup": ("startup-cpu", startup),

@@ -27,7 +27,7 @@ ENGINE = [
     {"reuse", "serving"},
     {"run_builder"},
     {"generator"},
-    {"distributed", "server"},
+    {"distributed", "measuring", "server"},
     {"__init__"},
     {"cli"},
     {"__main__"},

