@@ -67,6 +67,7 @@ template <class Compute>
 Tensor product(const Tensor& input, int64_t all, int64_t at_once, Compute compute_rows) {
   const int64_t axes = input.dim(), width = input.size(axes - 1), rows = rows_of(input);
   check_contiguous(input);
+  STD_TORCH_CHECK(width > 0, "the input has a width of 0");
   STD_TORCH_CHECK(axes == 2 || input.is_contiguous(), "an input of more axes than two has to be contiguous");
   const auto sizes_in = input.sizes();
   std::vector<int64_t> sizes(sizes_in.begin(), sizes_in.end());
@@ -120,6 +121,7 @@ BlockCodes block_codes(const Tensor& codes, const Tensor& scales) {
   STD_TORCH_CHECK(codes.dim() == 3 && scales.dim() == 4 && scales.size(3) == block_outs, "codes and scales of blocks");
   for (int64_t axis = 0; axis < 2; axis++)
     STD_TORCH_CHECK(codes.size(axis) == scales.size(axis), "codes and scales are of different blocks");
+  STD_TORCH_CHECK(codes.size(2) % 64 == 0 && (scales.size(2) == 1 || scales.size(2) == 2), "one or two scales");
   return {values_of<uint8_t>(codes), values_of<uint16_t>(scales), codes.size(0), codes.size(1), scales.size(2) == 2};
 }
 
@@ -142,6 +144,7 @@ Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor
     weights.push_back(block_codes(codes[i], scales[i]));
     STD_TORCH_CHECK(weights[i].groups == groups, "the inputs are ", width, " wide, and the weights ",
                     weights[i].groups * block_inputs);
+    STD_TORCH_CHECK(codes[i].size(2) == codes[0].size(2), "weights of different bits");
   }
   const bool by_units = fit_units(rows_of(input));
   return with_bits(codes[0], [&](auto bits) {
@@ -171,6 +174,15 @@ Tensor block_weights(Tensor codes, Tensor scales) {
   return out;
 }
 
+void encode_four_bits(Tensor weight, Tensor codes, Tensor scales) {
+  const BlockCodes blocks = block_codes(codes, scales);
+  STD_TORCH_CHECK(codes.size(2) == 256 && blocks.has_least && weight.is_contiguous(), "codes of 4 bits with least values");
+  STD_TORCH_CHECK(weight.size(0) == blocks.blocks * block_outs && weight.size(1) == blocks.groups * block_inputs,
+                  "weights of other blocks");
+  encode_blocks(values_of<float>(weight), blocks.blocks, blocks.groups, static_cast<uint8_t*>(codes.data_ptr()),
+                static_cast<uint16_t*>(scales.data_ptr()));
+}
+
 bool matrix_units() { return has_matrix_units(); }
 
 bool integer_products() { return BlockInput::has_integers; }
@@ -183,6 +195,7 @@ STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
   library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales) -> Tensor");
   library.def("block_weights(Tensor codes, Tensor scales) -> Tensor");  // in full, float32 [outs, width]
+  library.def("encode_four_bits(Tensor weight, Tensor(a!) codes, Tensor(b!) scales) -> ()");
   library.def("matrix_units() -> bool");      // whether many rows are multiplied with codes by them
   library.def("integer_products() -> bool");  // whether few are as integers
 }
@@ -196,4 +209,5 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("linears", TORCH_BOX(&linears));
   library.impl("block_linears", TORCH_BOX(&block_linears));
   library.impl("block_weights", TORCH_BOX(&block_weights));
+  library.impl("encode_four_bits", TORCH_BOX(&encode_four_bits));
 }

@@ -351,4 +351,103 @@ void decode_blocks(const BlockCodes& weights, float* to) {
   });
 }
 
+inline uint16_t float_as_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint16_t sign = bits >> 16 & 0x8000;
+  const float size = std::fabs(value);
+  if (!(size < 65520)) return sign | (size == size ? 0x7C00 : 0x7E00);
+  if (size < 0x1p-14f) return sign | uint16_t(std::nearbyint(size * 0x1p24f));
+  bits &= 0x7FFFFFFF;
+  return sign | uint16_t((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000) >> 13);
+}
+
+inline void store_as_halves(Lanes from, uint16_t* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int64_t lane = 0; lane < lanes; lane++) to[lane] = float_as_half(from[lane]);
+#endif
+}
+
+inline Lanes rounded_to_half(Lanes value) {
+  uint16_t halves[lanes];
+  store_as_halves(value, halves);
+  return halves_as_floats(halves);
+}
+
+// Codes of 4 bits, scales and least values for the weights of a group, of a vector of outputs: those with the smallest
+// squared error of some that are tried. For each of several ranges around the middle of the weights these are the codes,
+// then the scale and the least value that fit them best, a few times.
+struct FourBitFit {
+  Lanes scale, least;
+  uint8_t codes[block_inputs][lanes];
+
+  explicit FourBitFit(const Lanes* weights) {
+    Lanes low = weights[0], high = weights[0], mean = {};
+    for (int64_t i = 0; i < block_inputs; i++) {
+      low = weights[i] < low ? weights[i] : low, high = weights[i] > high ? weights[i] : high;
+      mean += weights[i] * (1.0f / block_inputs);
+    }
+    Lanes smallest = Lanes{} + INFINITY;
+    scale = Lanes{}, least = rounded_to_half(mean);
+    for (const float share : {0.75f, 0.8333f, 0.9167f, 1.0f}) {
+      Lanes by = (high - low) * (share / 15), from = (low + high) * 0.5f - by * 7.5f;
+      for (int fit = 0; fit < 5; fit++) {
+        by = rounded_to_half(by), from = rounded_to_half(from);
+        Lanes error = {}, sum = {}, products = {}, squares = {};
+        const Lanes inverse = inverse_of(by);
+        for (int64_t i = 0; i < block_inputs; i++) {
+          const Lanes code = code_of(weights[i], from, inverse), missed = code * by + from - weights[i];
+          error += missed * missed, sum += code, products += code * weights[i], squares += code * code;
+        }
+        const auto better = error < smallest;
+        smallest = better ? error : smallest, scale = better ? by : scale, least = better ? from : least;
+        const Lanes middle = sum * (1.0f / block_inputs), spread = squares - sum * middle;
+        by = (products - sum * mean) / (spread > 1 ? spread : Lanes{} + 1), from = mean - by * middle;
+      }
+    }
+    const Lanes inverse = inverse_of(scale);
+    for (int64_t i = 0; i < block_inputs; i++) {
+      const Lanes code = code_of(weights[i], least, inverse);
+      for (int64_t lane = 0; lane < lanes; lane++) codes[i][lane] = static_cast<uint8_t>(code[lane]);
+    }
+  }
+
+ private:
+  static Lanes inverse_of(Lanes scale) { return scale > 0 ? 1 / scale : Lanes{}; }
+
+  static Lanes code_of(Lanes weight, Lanes least, Lanes inverse) {
+    const Lanes exact = (weight - least) * inverse + 0.5f, bounded = exact > 15 ? Lanes{} + 15 : exact;
+    return __builtin_convertvector(__builtin_convertvector(bounded > 0 ? bounded : Lanes{}, Integers), Lanes);
+  }
+};
+
+// weights: float32 [16 * blocks, 32 * groups], as codes and scales of 4 bits with least values.
+inline void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t* codes, uint16_t* scales) {
+  torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++)
+      for (int64_t group = 0; group < groups; group++) {
+        const int64_t at = block * groups + group;
+        uint8_t* to = codes + at * 256;
+        std::memset(to, 0, 256);
+        for (int64_t first = 0; first < block_outs; first += lanes) {
+          Lanes values[block_inputs];
+          for (int64_t lane = 0; lane < lanes; lane++) {
+            const float* from = weights + ((block * block_outs + first + lane) * groups + group) * block_inputs;
+            for (int64_t i = 0; i < block_inputs; i++) values[i][lane] = from[i];
+          }
+          const FourBitFit fit(values);
+          for (int64_t i = 0; i < block_inputs; i++)
+            for (int64_t lane = 0; lane < lanes; lane++)
+              to[i / 8 * 64 + (first + lane) * 4 + i % 4] |= fit.codes[i][lane] << (i % 8 < 4 ? 0 : 4);
+          store_as_halves(fit.scale, scales + at * 2 * block_outs + first);
+          store_as_halves(fit.least, scales + (at * 2 + 1) * block_outs + first);
+        }
+      }
+  });
+}
+
 }  // namespace
