@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTok
 from engine.chat_template import special_tokens
 from engine.errors import OptionError
 from engine.request.constraints.constraint import Constraint
-from engine.request.constraints.number_length import Reading, number_tokens
+from engine.request.constraints.json_limits import Reading, json_tokens
 
 _logger = logging.getLogger("engine")
 
@@ -243,16 +243,15 @@ class Grammar(LogitsProcessor):
     def _allowed(self, text: _Text, state: _State) -> bytes | bytearray:
         """A byte for each token, 0 for those that may not come next."""
         number, tokens = text
-        length = self._unique[number].number_length
-        if length is not None:
+        limits = self._unique[number].json_limits
+        if limits is not None:
             ends = (len(tokens) - distance for distance in range(1, min(len(tokens), _KEPT) + 1))
             states = ((end, self._states.get((number, tokens[:end]))) for end in ends)
             end, reading = next(
                 ((end, entry.reading) for end, entry in states if entry and entry.reading), (0, Reading())
             )
-            state.reading, _ = length.after(reading, self._library.decode_bytes(list(tokens[end:])))
-            if state.reading.is_in_number:
-                return number_tokens(self._tokenizer, self._library).allowed(state.matcher, length, state.reading)
+            state.reading, _ = limits.after(reading, self._library.decode_bytes(list(tokens[end:])))
+            return json_tokens(self._tokenizer, self._library).allowed(state.matcher, limits, state.reading)
         allowed: bytes = state.matcher.compute_logit_bias()
         return allowed
 

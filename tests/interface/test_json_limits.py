@@ -13,7 +13,7 @@ pytest.importorskip("jsonschema")
 from jsonschema import Draft202012Validator
 from schemas import STRATEGIES, VOCABULARY, generator, grammar_of, tokenizer
 
-from engine.request.constraints.number_length import NumberLength, Reading, number_length
+from engine.request.constraints.json_limits import JsonLimits, Reading, json_limits
 
 ENDLESS = {
     "range": {"type": "number", "minimum": 0.5, "maximum": 0.75},
@@ -116,13 +116,13 @@ def test_white_space_is_no_setting_of_other_words_for_the_library():
      ("[10", ("INTEGER", 2)), ("-1", ("INTEGER", 1))],
 )  # fmt: skip
 def test_where_a_text_has_come_to(text, place):
-    reading, _ = NumberLength().after(Reading(), text.encode())
+    reading, _ = JsonLimits().after(Reading(), text.encode())
     assert (reading.place.name, reading.digits) == place
 
 
 def test_figures_of_the_schema_make_longer_numbers_possible():
-    assert number_length({"type": "number"}) == NumberLength()
-    assert number_length({"anyOf": [{"type": "integer"}]}).integer == 20
-    assert number_length({"properties": {"a": {"minimum": 10**30}}}).integer == 31
-    assert number_length({"maximum": 1e-22}).significant > 22
-    assert number_length(True) == NumberLength()
+    assert json_limits({"type": "number"}) == JsonLimits()
+    assert json_limits({"anyOf": [{"type": "integer"}]}).integer == 20
+    assert json_limits({"properties": {"a": {"minimum": 10**30}}}).integer == 31
+    assert json_limits({"maximum": 1e-22}).significant > 22
+    assert json_limits(True) == JsonLimits()
