@@ -301,8 +301,18 @@ def _matcher(constraint: Constraint, library: object) -> Any:
     if matcher.is_error() or is_empty:
         error = matcher.get_error()
         is_empty |= error.startswith("NoExtensionBias")
-        raise OptionError(f"{constraint.said}: {'no text can follow it' if is_empty else _in_short(error)}")
+        reason = "no text can follow it" if is_empty else _in_short(error)
+        remedies = (remedy for beginning, remedy in _REMEDIES.items() if reason.startswith(beginning))
+        raise OptionError(": ".join((constraint.said, reason, *remedies)))
     return matcher
+
+
+_REMEDIES = {  # by how the library's words begin
+    "Unimplemented keys": "leave them out of the schema, and check the value that comes",
+    "Unknown format": "leave it out of the schema, or write it as a pattern",
+    "oneOf": "write anyOf, which differs where a value fits more than one entry",
+    "Resource": "nothing is fetched, so put what $ref points to into $defs",
+}
 
 
 def _in_short(message: str) -> str:
