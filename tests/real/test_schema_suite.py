@@ -1,4 +1,4 @@
-"""The JSON Schema Test Suite (draft 2020-12): what a schema's grammar accepts is valid, and what is valid it accepts."""
+"""The JSON Schema Test Suite, draft 2020-12: a grammar accepts what is valid, and nothing else."""
 
 import itertools
 import json
@@ -147,7 +147,8 @@ def test_formats():
 def drawn_text(schema, draw, most=100):
     """Tokens that the grammar allows at random, the end and brackets more often; None where there are too many."""
     grammar, text, words = grammar_of(json_schema=schema), [], tokenizer()
-    closing = {token for token in range(VOCABULARY) if words.decode([token]).strip() in ('"', "}", "]", '"}', "\\")} | {0}
+    ends = ('"', "}", "]", '"}', "\\")
+    closing = {token for token in range(VOCABULARY) if words.decode([token]).strip() in ends} | {0}
     while len(text) < most:
         scores = grammar(torch.tensor([text], dtype=torch.long).view(1, -1), torch.zeros(1, VOCABULARY))
         allowed = (scores[0] == 0).nonzero().flatten().tolist()

