@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from schemas import STRATEGIES, VOCABULARY, generator, grammar_of, tokenizer
 
 from engine.request.constraints.json_limits import JsonLimits, Reading, json_limits
+from engine.request.constraints.schema import prepared
 
 ENDLESS = {
     "range": {"type": "number", "minimum": 0.5, "maximum": 0.75},
@@ -92,6 +93,53 @@ def test_valid_numbers_stay_valid_up_to_the_limit():
     for text in ("1" * 18, "0." + "1" * 18, "0." + "0" * 18 + "1", "1e1000", "1e0001", "1e309", "9.5e932", "9e308",
                  "10e308", "12345678901234567e293"):  # fmt: skip
         assert not accepts({"type": "number"}, text), text
+
+
+KNOWN = {"type": "object", "properties": {"größe": {"type": "integer"}, "a\tb": {}, "c\x1f": {}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r'{"gr\u00f6\u00dfe": "x"}', r'{"\u0067röße": "x"}', r'{"a\u0009b": 1}', r'{"c\u001F": 1}', r'{"x": "\u0041"}'],
+)
+def test_a_string_has_one_spelling(text):
+    """In another one the grammar takes a property for a further one, of which it knows nothing."""
+    assert not accepts(KNOWN, text)
+
+
+def test_texts_that_need_a_code_have_one():
+    for text in (r'{"größe": 1, "x": "a\n\u001b[0m \\u0041"}', r'{"a\tb": 1, "c\u001f": 1}', r'{"\u0000": "\\"}'):
+        assert accepts(KNOWN, text), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"maximum": 2**53 + 3}, 2**53 + 2, 2**53 + 4),
+        ({"minimum": 2**53 + 1}, 2**53 + 2, 2**53),
+        ({"exclusiveMaximum": 2**60}, 2**60 - 128, 2**60),
+        ({"exclusiveMinimum": -(2**60)}, -(2**60) + 128, -(2**60)),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, -(2**63) + 1024, -(2**63) - 1),
+    ],
+    ids=str,
+)
+def test_large_bounds_are_kept(schema, inside, outside):
+    schema = {"type": "integer"} | schema
+    assert accepts(schema, str(inside))
+    assert not accepts(schema, str(outside))
+
+
+def test_what_says_nothing_is_left_out_of_a_schema():
+    nothing = {"uniqueItems": False, "then": {}, "minContains": 1, "unevaluatedItems": True, "minItems": 1.0}
+    assert prepared({"$defs": {"a": nothing}, "items": [nothing], "const": nothing}) == {
+        "$defs": {"a": {"minItems": 1}}, "items": [{"minItems": 1}], "const": nothing,
+    }  # fmt: skip
+    names = {"propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": {"maxLength": 3}}}
+    assert prepared(names) == {"additionalProperties": {"propertyNames": {"maxLength": 3}}}
+    assert prepared({"properties": {"uniqueItems": False, "if": {}}}) == {
+        "properties": {"uniqueItems": False, "if": {}}
+    }
 
 
 @pytest.mark.parametrize(
