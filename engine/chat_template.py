@@ -177,14 +177,14 @@ def _as_json(arguments: object) -> object:
 def _check_calls(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
     """Raise `InputError` where messages have calls of tools and the template writes none."""
     place = next((number for number, message in enumerate(messages) if message.get("tool_calls")), None)
-    if place is not None and _leaves_calls_out(tokenizer):
+    if place is not None and _omits_calls(tokenizer):
         raise InputError(
             f"message {place} calls tools, and the model's chat template leaves calls out: write the call into the "
             "content of the message"
         )
 
 
-def _leaves_calls_out(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _omits_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
     call = {"id": "kvengine1", "type": "function", "function": {"name": _TOOL, "arguments": {_TOOL: _TOOL}}}
     chat: list[Message] = [
         {"role": "user", "content": _QUESTION},
