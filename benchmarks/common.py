@@ -94,7 +94,7 @@ def encoded_bytes_per_token(config: Any, item_bytes: int, options: configs.Quant
     per_element = 0.0
     for name in ("keys", "values"):
         group = options.group if options.is_per_channel(name) else min(options.group, config.head_dim)
-        per_element += (options.bits / 8 + scales / group) / 2
+        per_element += (options.bits_of(name) / 8 + scales / group) / 2
     return full_bytes_per_token(config, 1) * per_element
 
 

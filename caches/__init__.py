@@ -22,7 +22,6 @@ from caches.errors import (
     UnknownContentError,
     UnsupportedLayerError,
 )
-from caches.files import CacheFile, inspect
 from caches.hf.adapter import HFCacheAdapter
 from caches.hf.cache import Cache
 from caches.hf.classic import (
@@ -54,6 +53,7 @@ from caches.timeline.timeline import Timeline
 from caches.transfer.comparison import first_layer
 from caches.transfer.convert import apply_window, convert, load, migrate
 from configs import CacheConfig, QuantizedCacheConfig
+from configs.cache_file import CacheFile, inspect
 
 
 def driven(cache: EngineCache | _TransformersCache) -> EngineCache:

@@ -11,11 +11,17 @@ CacheError (an `EngineError`)
 
 from __future__ import annotations
 
-from configs import EngineError
+from configs.errors import CacheError, CacheFileError
 
-
-class CacheError(EngineError):
-    """Base of every error a cache raises."""
+__all__ = [
+    "CacheError",
+    "CacheFileError",
+    "CapacityError",
+    "StepError",
+    "UnknownCacheError",
+    "UnknownContentError",
+    "UnsupportedLayerError",
+]
 
 
 class UnknownCacheError(CacheError, ValueError):
@@ -32,10 +38,6 @@ class UnsupportedLayerError(CacheError, ValueError):
 
 class UnknownContentError(CacheError, ValueError):
     """The content of a cache cannot be compared with a text. The message says why."""
-
-
-class CacheFileError(CacheError, ValueError):
-    """A file holds no cache, is damaged, or was saved with another model. The message says what differs."""
 
 
 class StepError(CacheError, RuntimeError):

@@ -1,6 +1,7 @@
 """Caches in files: safetensors, with a header that says of which model, backend and tokens they are.
 
-A file is written beside the old one and renamed. Its SHA-256 covers every byte. Reading executes nothing.
+A file is written beside the old one and renamed. Its SHA-256 covers every byte. Reading executes nothing. The header is
+read by `configs.cache_file`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -38,51 +39,14 @@ from caches.platform.torch_api import storage_key
 from caches.protocol import TokenLog
 from caches.registry import recipe
 from configs import ConfigError, EncoderDecoderCacheConfig
+from configs.cache_file import UNKNOWN_DIGEST, VERSION, read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_VERSION = 4
-_UNKNOWN = "0" * 64  # in place of the digest while it is computed
 _TOKENS = "tokens"  # of the log, which begins the names of its tensors
 _OF_THIS_MACHINE = {"folder", "device", "layer_device_map"}  # options that are not saved
-
-
-@dataclass(frozen=True)
-class CacheFile:
-    """What a file says about its cache.
-
-    Attributes
-    ----------
-    path : Path
-        Of the file.
-    backend : str
-        The name of the cache.
-    options : dict
-        Those of the backend.
-    model : dict
-        What tells the model from others: its class, data type, rotation, adapters, digests of its weights, of the
-        buffers that are not saved, of the classes and settings of its modules, and of what its layers keep.
-    rows, total_tokens : int
-        Rows, and tokens per row.
-    layers : int
-        The number of layers.
-    bytes : int
-        Of the file.
-    notes : dict
-        What was saved with it.
-    """
-
-    path: Path
-    backend: str
-    options: dict[str, object]
-    model: dict[str, str]
-    rows: int
-    total_tokens: int
-    layers: int
-    bytes: int
-    notes: dict[str, Any]
 
 
 def save(
@@ -115,30 +79,20 @@ def save(
         )
     tensors: dict[str, torch.Tensor] = {}
     header = {
-        "version": _VERSION,
+        "version": VERSION,
         "backends": [[options.name, _saved_options(options.to_dict())] for options in config if options is not None],
         "model": fingerprint(reader),
         "notes": notes or {},
         "stacks": [_packed(_state(stack), str(number), tensors) for number, stack in enumerate(stacks)],
         _TOKENS: None if log is None else _packed(_content(log.first(stacks[0].total_tokens)), _TOKENS, tensors),
     }
-    _write(Path(path), tensors, {"kvengine": json.dumps(header), "sha256": _UNKNOWN})
-
-
-def inspect(path: str | Path) -> CacheFile:
-    """What a file says about its cache. Raises `CacheFileError` if it is damaged or no saved cache."""
-    header = _header(Path(path))
-    stack = header["stacks"][0]["dict"]
-    (name, options), size = header["backends"][0], Path(path).stat().st_size
-    rows, layers = stack["rows"], len(stack["specs"])
-    tokens = stack["total_tokens"]
-    return CacheFile(Path(path), name, options, header["model"], rows, tokens, layers, size, header["notes"])
+    _write(Path(path), tensors, {"kvengine": json.dumps(header), "sha256": UNKNOWN_DIGEST})
 
 
 def load(path: str | Path, model: nn.Module, device: torch.device | str | None = None) -> LayeredCache:
     """The cache in a file, on the backend that it was saved from. See `caches.load`."""
     path = Path(path)
-    header = _header(path)
+    header = read_header(path)
     reader = inner_model(model)
     _check_model(path, header["model"], fingerprint(reader))
     device = prompt_device(reader) if device is None else _device(device)
@@ -306,7 +260,7 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str
         os.chmod(name, stat.S_IMODE(mode))
         with open(name, "r+b", buffering=0) as file:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                at = content.find(f'"sha256":"{_UNKNOWN}"'.encode()) + len('"sha256":"')
+                at = content.find(f'"sha256":"{UNKNOWN_DIGEST}"'.encode()) + len('"sha256":"')
                 digest = sha256(content).hexdigest().encode()
             file.seek(at)
             file.write(digest)  # not to the mapping: where a disk is full, that would end the process
@@ -326,30 +280,6 @@ def _as_os_error(error: SafetensorError, path: Path, size: int) -> Exception:
         free = f", where {shutil.disk_usage(path.parent).free:,} are free"
     message = f"{os.strerror(code)}: the cache needs {size:,} bytes{free}, and was not saved; choose another folder"
     return OSError(code, message, str(path))
-
-
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a file all of whose bytes are as they were written."""
-    with open(path, "rb") as file:
-        try:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as content:  # changes stay in memory
-                length = int.from_bytes(content[:8], "little")
-                metadata = json.loads(content[8 : 8 + length])["__metadata__"]
-                digest = metadata["sha256"]
-                at = content.find(f'"sha256":"{digest}"'.encode(), 8, 8 + length) + len('"sha256":"')
-                content[at : at + len(_UNKNOWN)] = _UNKNOWN.encode()
-                is_intact = sha256(content).hexdigest() == digest
-            header = json.loads(metadata["kvengine"])
-        except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
-            raise CacheFileError(f"{path} is no saved cache, or damaged ({type(error).__name__}: {error})") from error
-    if not is_intact:
-        raise CacheFileError(f"{path} is damaged: its bytes are not those that were written")
-    if header.get("version") != _VERSION:
-        raise CacheFileError(
-            f"{path} has version {header.get('version')} of the format, and this release reads {_VERSION}: read the "
-            "tokens again"
-        )
-    return cast(dict[str, Any], header)
 
 
 def _readable(path: Path) -> Any:

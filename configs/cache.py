@@ -12,7 +12,8 @@ from configs.errors import ConfigError
 from configs.plugins import check_name, load_plugins
 
 CACHE_PLUGINS = "kvengine.caches"  # the group of entry points
-_COUNTS = ("max_batch_size", "max_cache_len", "window_length", "q_group_size", "nbits")  # options that are at least 1
+_BITS = ("nbits", "nbits_key", "nbits_value")
+_COUNTS = ("max_batch_size", "max_cache_len", "window_length", "q_group_size", *_BITS)  # options that are at least 1
 C = TypeVar("C", bound="CacheConfig")
 
 

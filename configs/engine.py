@@ -12,7 +12,7 @@ from configs.fallbacks import checked_fallbacks
 
 LINEARS_CHOICES = ("auto", "default", "onednn")
 COMPILE_CHOICES = ("off", "auto", "inductor", "aot_eager", "eager")
-WEIGHTS_CHOICES = ("full", "int8", "int4")
+WEIGHTS_CHOICES = ("file", "full", "int8", "int4")
 BUDGET_CHOICES = ("offload", "slide", "error")
 _PRESETS = Path(__file__).parent / "presets"
 
@@ -28,8 +28,10 @@ class EngineConfig(Config):
         (once per shape of the model and machine, 10 to 90 s; stored like `linears`), until then and where they cannot
         be compiled they are computed without; or the `torch.compile` backend that compiles the step during the call,
         for caches of fixed size. Results differ from "off" by rounding. `Stats.compiled` reports what is used.
-    weights: "full", as they are loaded; "int8" or "int4": linear layers on a CPU keep codes of 8 or 4 bits in place of
-        their weights, also those of a model that was given. 4 bits have groups of 64 inputs. The text changes.
+    weights: "file", as they are loaded: linear layers and embeddings of a GGUF file keep its codes, on a CPU and of the
+        types Q8_0, Q4_0 and Q4_1; "full": all such weights are decoded; "int8" or "int4": linear layers on a CPU keep
+        codes of 8 or 4 bits in place of their weights, also those of a model that was given, and the text changes. Each
+        32 inputs of an output have a scale, with 4 bits also a least value.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": by the kind
         of processor and the number of rows, mostly a kernel of this package, where it was built when the package was
         installed; or what `engine linears` has measured on this machine (stored in `$KVENGINE_CACHE`, by default the
@@ -57,7 +59,7 @@ class EngineConfig(Config):
     cache: str | CacheConfig | None = None
     prefill_chunk_tokens: int | None = None
     compile: str = "off"
-    weights: str = "full"
+    weights: str = "file"
     linears: str = "auto"
     on_oom: tuple | list = ("release", "chunk", "offload", "split")
     max_cache_bytes: int | None = None
@@ -88,7 +90,7 @@ class EngineConfig(Config):
                 raise ConfigError(f"EngineConfig: {name}={value!r}, but it is one of {', '.join(accepted)}")
         for name, only in (
             ("compile", "off"),
-            ("weights", "full"),
+            ("weights", "file"),
             ("device_map", "auto"),
             ("prefix_store_folder", None),
         ):

@@ -1,4 +1,4 @@
-"""The base of all errors, and the error of configurations."""
+"""The base of all errors, that of configurations, and two of caches, which are raised without torch too."""
 
 
 class EngineError(Exception):
@@ -7,3 +7,11 @@ class EngineError(Exception):
 
 class ConfigError(EngineError, ValueError):
     """A configuration has an unknown key or an impossible value."""
+
+
+class CacheError(EngineError):
+    """Base of every error a cache raises."""
+
+
+class CacheFileError(CacheError, ValueError):
+    """A file holds no cache, is damaged, or was saved with another model. The message says what differs."""

@@ -38,6 +38,7 @@ CODECS = {
     "kivi": CodecFacts((4, 2, 3, 8), {}, group=32, per_channel=("keys",)),
 }
 """By backend."""
+_ALL_BITS = tuple(sorted({bits for facts in CODECS.values() for bits in facts.bits}))
 _LEAST_BITS = 3  # of keys in groups per token: a few channels are far larger than the others, and set the scale
 
 
@@ -47,11 +48,15 @@ class QuantizedCacheConfig(PlacedCacheConfig):
 
     backend: the codec, by the name of its library.
     nbits: bits per element; None is 4, for fp8 8.
+    nbits_key, nbits_value: bits per element of keys, of values; None is nbits. Keys lose more than values.
     axis_key, axis_value: the grouping, by the axis that the library uses. Per token (neighbouring channels of one
         token), the default: 0 for quanto, 1 for hqq. Per channel (one channel of q_group_size tokens): -1 for quanto, 0
         for hqq. Fixed for fp8 and kivi.
     q_group_size: elements that share a scale; None is 64, for kivi 32. If it does not divide the size of a head, the
         next smaller divisor.
+    rotate: whether keys and values are rotated before they are encoded, and back when they are read, so that no channel
+        is far larger than the others of its group. Only for groups per token. None: there, but for fp8, whose steps
+        are smaller for smaller elements.
     residual_length: the number of most recent tokens in full precision.
     compute_dtype: the data type of scales and of the arithmetic of decoding; None is the model's.
     fused: whether attention multiplies with the packed codes, in kernels of the package. None:
@@ -67,7 +72,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     windowed_as: ClassVar[str | None] = None
     choices: ClassVar[dict[str, Collection[Any]]] = {
         "backend": CODECS,  # itself: those that are registered later too
-        "nbits": tuple(sorted({bits for facts in CODECS.values() for bits in facts.bits})),
+        **dict.fromkeys(("nbits", "nbits_key", "nbits_value"), _ALL_BITS),
         "axis_key": (0, 1, -1),
         "axis_value": (0, 1, -1),
         "compute_dtype": ("float16", "bfloat16", "float32", "float64"),
@@ -76,9 +81,12 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     absent: ClassVar[dict[str, str]] = {"max_cache_len": "the cache grows block by block and has no fixed size"}
     backend: str = "quanto"
     nbits: int | None = None
+    nbits_key: int | None = None
+    nbits_value: int | None = None
     axis_key: int | None = None
     axis_value: int | None = None
     q_group_size: int | None = None
+    rotate: bool | None = None
     residual_length: int = 128
     compute_dtype: str | None = None
     fused: bool | None = None
@@ -95,18 +103,25 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         if self.backend not in CODECS:
             raise ConfigError(f"there is no codec named {self.backend!r}; {nearest(self.backend, list(CODECS))}")
         facts = CODECS[self.backend]
-        if self.nbits is not None and self.nbits not in facts.bits:
-            bits = ", ".join(map(str, sorted(facts.bits)))
-            raise ConfigError(
-                f"backend={self.backend!r} does not support {self.nbits} bits, only {bits}: choose one of them, or "
-                "another backend"
-            )
+        for bits in (self.nbits, self.nbits_key, self.nbits_value):
+            if bits is not None and bits not in facts.bits:
+                supported = ", ".join(map(str, sorted(facts.bits)))
+                raise ConfigError(
+                    f"backend={self.backend!r} does not support {bits} bits, only {supported}: choose one of them, or "
+                    "another backend"
+                )
         for name, axis in (("axis_key", self.axis_key), ("axis_value", self.axis_value)):
             if axis is not None and not facts.axes:
                 raise ConfigError(f"{name}={axis}, but the groups of backend={self.backend!r} are fixed: leave it out")
             if axis is not None and axis not in facts.axes:
                 axes = ", ".join(map(str, sorted(facts.axes)))
                 raise ConfigError(f"{name}={axis}, but backend={self.backend!r} has the axes {axes}")
+        if self.rotate and (self.is_per_channel("keys") or self.is_per_channel("values")):
+            raise ConfigError(
+                f"rotate=True, but backend={self.backend!r} has groups per channel. There a channel that is larger "
+                "than the others has scales of its own, and rotation would spread it over all of them: leave rotate "
+                "out, or choose groups per token, as in backend='quanto'"
+            )
         if self.residual_length < 0:
             raise ConfigError(f"residual_length={self.residual_length}, but it has to be 0 or more")
         check_residency(self.residency, self.folder, self.choices["residency"])
@@ -114,18 +129,33 @@ class QuantizedCacheConfig(PlacedCacheConfig):
             raise ConfigError(f"compute_dtype={self.compute_dtype!r} is no floating-point type to decode in")
         if self.fused and not self.has_kernels:
             raise ConfigError(
-                f"fused=True, but there is no kernel for backend={self.backend!r} with nbits={self.bits} and "
+                f"fused=True, but there is no kernel for backend={self.backend!r} with {self._bits_in_words} and "
                 f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, in float32"
             )
 
     @property
     def has_kernels(self) -> bool:
         """Whether there are kernels for attention over codes of this kind, in float32 on a CPU."""
-        return CODECS[self.backend].has_kernels and self.bits != 3 and self.compute_dtype in (None, "float32")
+        few = {self.bits_of("keys"), self.bits_of("values")}
+        return CODECS[self.backend].has_kernels and 3 not in few and self.compute_dtype in (None, "float32")
+
+    def bits_of(self, name: str) -> int:
+        """Bits per element of `name`, "keys" or "values"."""
+        bits = self.nbits_key if name == "keys" else self.nbits_value
+        bits = self.nbits if bits is None else bits
+        return CODECS[self.backend].bits[0] if bits is None else bits
 
     @property
-    def bits(self) -> int:
-        return CODECS[self.backend].bits[0] if self.nbits is None else self.nbits
+    def rotates(self) -> bool:
+        """Whether keys and values are rotated before they are encoded."""
+        if self.rotate is not None:
+            return self.rotate
+        return CODECS[self.backend].has_kernels and not (self.is_per_channel("keys") or self.is_per_channel("values"))
+
+    @property
+    def _bits_in_words(self) -> str:
+        keys, values = self.bits_of("keys"), self.bits_of("values")
+        return f"{keys} bits" if keys == values else f"{keys} bits of keys and {values} of values"
 
     @property
     def group(self) -> int:
@@ -151,16 +181,17 @@ class QuantizedCacheConfig(PlacedCacheConfig):
 
     @property
     def changes_text(self) -> str | None:
-        return f"keys and values are rounded to {self.bits} bits"
+        return f"keys and values are rounded to {self._bits_in_words}"
 
     @property
     def harms_text(self) -> str | None:
-        if self.bits >= _LEAST_BITS or self.is_per_channel("keys"):
+        if self.bits_of("keys") >= _LEAST_BITS or self.is_per_channel("keys"):
             return None
         return (
-            f"cache={self.name!r} keeps keys in {self.bits} bits and groups per token (backend={self.backend!r}), "
-            "which spoils texts: with 2 bits the perplexity of SmolLM2-135M-Instruct rises by 331 %, and by 24 % with "
-            "backend='kivi', whose groups of keys are per channel. Choose kivi, or 4 bits"
+            f"cache={self.name!r} keeps keys in {self.bits_of('keys')} bits and groups per token "
+            f"(backend={self.backend!r}), which spoils texts: with 2 bits the perplexity of SmolLM2-135M-Instruct "
+            "rises by 63 %, and by 23 % with backend='kivi', whose groups of keys are per channel. Choose kivi, or "
+            "more bits for keys (nbits_key)"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from caches.platform.out_of_memory import empty_allocators
 from configs import CacheConfig, EngineConfig
 from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
-from engine.errors import OptionError
+from engine.errors import EngineError, OptionError
+from engine.kernels.low_bit_linears import ENCODERS
 from engine.kernels.weight_conversion import convert_linears
 from engine.loading.load import load
 from engine.memory.cache_choice import check_new
@@ -26,7 +27,8 @@ from engine.output.hf_streamers import ending
 from engine.parameters import generate_parameters, takes
 from engine.request.call import ONE_TOKEN, Call, read, read_call
 from engine.result import Generation
-from engine.reuse.chat import Chat
+from engine.reuse.chat import Chat, Instead
+from engine.reuse.conversation import history
 from engine.reuse.prefix import Prefix, read_prefix
 from engine.reuse.prefix_store import PrefixStore
 from engine.run_builder import RunBuilder
@@ -55,7 +57,7 @@ class Generator:
     ):
         config = _checked(config)
         self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
-        if config.weights != "full":
+        if config.weights in ENCODERS:
             convert_linears(self.model, config.weights)
         self._runner = ModelRunner(self.model, config.compile, config.linears)
         self._store: PrefixStore | None = None
@@ -122,20 +124,25 @@ class Generator:
         self,
         system: str | None = None,
         *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
         cache: object = None,
         cache_config: object = None,
         resume: str | Path | None = None,
+        when_full: str = "stop",
         **parameters: object,
     ) -> Chat:
         """A conversation whose cache is kept between its turns. See `Chat`.
 
-        system: the system message. cache, cache_config: the backend, as of `generate`. resume: a file that `Chat.save`
-        wrote, to go on from there. parameters: of every turn, as of `generate`.
+        system: the system message. messages: what was said before, mappings with "role" and "content", a system message
+        among them; the last one is not a user's. cache, cache_config: the backend, as of `generate`. resume: a file
+        that `Chat.save` wrote, to go on from there. when_full: what a turn does where the model's length is reached:
+        "stop" raises `InputError`, "drop" leaves out the oldest turns. parameters: of every turn, as of `generate`.
         """
-        if resume is not None and (system, cache, cache_config) != (None, None, None):
-            raise OptionError("resume= brings the system message and the cache of its file: leave these out")
-        chat = Chat(self, self._start_turn, system, cache, cache_config, parameters)
-        self._builder.check({"cache": cache, "cache_config": cache_config} | parameters | {"num_return_sequences": 1})
+        if resume is not None and (system, messages, cache, cache_config) != (None, None, None, None):
+            raise OptionError("resume= brings the messages and the cache of its file: leave these out")
+        backend = {"cache": cache, "cache_config": cache_config}
+        chat = Chat(self, self._start_turn, history(system, messages), backend, parameters, when_full)
+        self._builder.check(backend | parameters | {"num_return_sequences": 1})
         if resume is not None:
             chat.resume(resume)
         return chat
@@ -172,15 +179,16 @@ class Generator:
     ) -> list[TextScore]:
         """How likely the model finds each of the texts, in their order: see `TextScore`.
 
-        texts: a text, a list of texts, or a list of lists of token ids. Each has 2 tokens or more. rows: texts that are
-        computed together. piece_tokens: a text is read in pieces of so many tokens; with a cache that loses something
-        (quantized, with a window, with sinks) each piece sees what the cache still has of those before it, and 1 is as
-        in generation. cache, cache_config: the backend, as of `generate`, by name. Not for models with an encoder.
+        texts: a text, its token ids, or a list of either. Each has 2 tokens or more. rows: texts that are computed
+        together. piece_tokens: a text is read in pieces of so many tokens, whose logits [rows, piece, vocabulary] exist
+        at once; with a cache that loses something (quantized, with a window, with sinks) each piece sees what the cache
+        still has of those before it, and 1 is as in generation. cache, cache_config: the backend, as of `generate`, by
+        name. Raises `InputError` for models with an encoder, and for those that read a text otherwise in pieces.
         """
         if not isinstance(cache, str | CacheConfig | None):
             raise OptionError("every run of score() begins with an empty cache: give the name of one as cache=")
         generate = partial(self.generate, cache=cache, cache_config=cache_config)
-        return score(generate, self.model, read_texts(texts, self.tokenizer), rows, piece_tokens)
+        return score(generate, self.model, self.facts, read_texts(texts, self.tokenizer), rows, piece_tokens)
 
     @takes(generate_parameters, documented_by=engine.generate)
     def astream(
@@ -294,14 +302,15 @@ class Generator:
         with ending(arguments.get("streamer")):
             return read_call(inputs, **{"generation_config": generation_config} | self.with_draft(arguments))
 
-    def _start_turn(
-        self, inputs: object, arguments: dict[str, Any], instead: dict[str, Any], pauses: FindPauses
-    ) -> Stream:
-        """`stream` for a chat. instead: what takes the place of arguments that an `OptionError` refuses."""
-        fallback_call = self._call(inputs, None, arguments | instead) if instead else None
+    def _start_turn(self, inputs: object, arguments: dict[str, Any], instead: Instead, pauses: FindPauses) -> Stream:
+        """`stream` for a chat. instead: called with the error that refuses them; the inputs and arguments to try."""
+
+        def other_call(error: EngineError) -> Call | None:
+            others = instead(error)
+            return None if others is None else self._call(others[0], None, others[1])
+
         call = self._call(inputs, None, arguments)
-        run = self._builder.start(call, streams=True, pauses=pauses, instead=fallback_call)
-        return Stream(run, self._title)
+        return Stream(self._builder.start(call, streams=True, pauses=pauses, instead=other_call), self._title)
 
 
 def _checked(config: EngineConfig | None) -> EngineConfig:

@@ -16,7 +16,7 @@ from engine.tables import counted, facts, html_table
 
 _SHORT = 50  # characters of a text in a line
 _LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
-_WIDTH = 100  # characters of a line of measurements
+_WIDTH = 80  # characters of a line of measurements
 _NO_TEXT = "none: no tokenizer was given (tokenizer=..., or the model as a path)"
 
 

@@ -29,7 +29,7 @@ from engine.decoding.loop import DecodingLoop
 from engine.decoding.model_session import ModelSession
 from engine.decoding.run_clock import RunClock
 from engine.decoding.stopping import Cancellation
-from engine.errors import InputError, OptionError, OutOfMemoryError
+from engine.errors import EngineError, InputError, OptionError, OutOfMemoryError
 from engine.loading.load import load
 from engine.memory.budget import Budget
 from engine.memory.cache_choice import CacheChoice, new_cache, read_cache_choice
@@ -104,26 +104,29 @@ class RunBuilder:
         streams: bool,
         make_room: Callable[[], bool] = lambda: False,
         pauses: FindPauses = lambda cache: (),
-        instead: Call | None = None,
+        instead: Callable[[EngineError], Call | None] = lambda error: None,
     ) -> Driver:
-        """The run of a call; that of `instead` where an `OptionError` refuses it. The other ranks begin one too.
+        """The run of a call. The other ranks begin one too.
 
         streams: whether the run is a `Stream`. make_room: called first when memory is out; it says whether it has freed
-        some. pauses: in reading the prompt. Raises `OutOfMemoryError` without tokens where memory is out by now.
+        some. pauses: in reading the prompt. instead: called with the `InputError` or `OptionError` that refuses a call;
+        it returns another one to try, or None. Raises `OutOfMemoryError` without tokens where memory is out by now.
         """
         ranks, grad = self._runner.ranks, torch.is_grad_enabled()
         requests: list[Request] = []
         try:
             with recovering() as outcome, on_failure(ranks.end), ending(call.streamer):
                 ranks.resume()
-                try:
-                    return self._build(call, streams, make_room, pauses, requests)
-                except OptionError:
-                    if instead is None:
-                        raise
+                while True:
+                    try:
+                        return self._build(call, streams, make_room, pauses, requests)
+                    except (InputError, OptionError) as error:
+                        other_call = instead(error)
+                        if other_call is None:
+                            raise
                     ranks.end()
                     ranks.resume()
-                return self._build(instead, streams, make_room, pauses, requests)
+                    call = other_call
         finally:
             set_grad_enabled(grad)  # Ctrl-C may have come where torch.no_grad() ended
         failure = outcome.failure
@@ -214,7 +217,7 @@ class RunBuilder:
         def finish() -> None:
             reused.keep(session.cache)
             if draft is not None:
-                draft.judge(request.drafts, runner.model)
+                draft.judge(request.drafts)
 
         return Driver(loop, stop, finish, budget.planned_bytes)
 
@@ -227,7 +230,7 @@ class RunBuilder:
         if draft is None:
             return request, None
         draft_request = read_draft_request(draft.model, model, request, live, call)
-        request = replace(request, drafts=draft.drafts(request.strategy), translation=draft_request.translation)
+        request = replace(request, drafts=draft.drafts(request.strategy, model), translation=draft_request.translation)
         return request, draft_request
 
     def _draft_of(self, model: PreTrainedModel) -> Draft | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,6 +20,7 @@ from strategies import Emit, Flow, Forward, Task
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from engine.model.facts import ModelFacts
 
 PIECE = 64  # tokens whose logits exist at once
 # Nothing ends a text that is known, not even the model's own settings.
@@ -48,15 +50,20 @@ class TextScore:
     @property
     def perplexity(self) -> float:
         """e to the negative mean of `logprobs`, as of transformers' loss; infinity beyond the largest float."""
-        try:
-            return math.exp(-self.logprob / len(self.logprobs))
-        except OverflowError:
-            return math.inf
+        return perplexity([self])
 
     def to_dict(self) -> dict[str, object]:
         """The fields and both properties, as values of JSON: None for what is infinite."""
         fields = {"tokens": self.tokens, "logprobs": tuple(map(finite, self.logprobs))}
         return fields | {"logprob": finite(self.logprob), "perplexity": finite(self.perplexity)}
+
+
+def perplexity(scores: Sequence[TextScore]) -> float:
+    """Of all tokens of one or more texts: see `TextScore.perplexity`."""
+    try:
+        return math.exp(-math.fsum(score.logprob for score in scores) / sum(len(score.logprobs) for score in scores))
+    except OverflowError:
+        return math.inf
 
 
 @dataclass(frozen=True)
@@ -91,14 +98,15 @@ def scoring(ids: Sequence[Sequence[int]], piece_tokens: int = PIECE) -> dict[str
 
 
 def score(
-    generate: Callable[..., Generation], model: PreTrainedModel, ids: list[list[int]], rows: int, piece_tokens: int
+    generate: Callable[..., Generation],
+    model: PreTrainedModel,
+    facts: ModelFacts,
+    ids: list[list[int]],
+    rows: int,
+    piece_tokens: int,
 ) -> list[TextScore]:
-    """See `Generator.score`. generate: as of that, with the cache. ids: of the texts."""
-    if model.config.is_encoder_decoder:
-        raise InputError(
-            f"{type(model).__name__} has an encoder, so a text alone has no score: give one source and its answer to "
-            "the model's own forward, as labels"
-        )
+    """See `Generator.score`. generate: as of that, with the cache. facts: of the model. ids: of the texts."""
+    _check_model(model, facts)
     for name, value in (("rows", rows), ("piece_tokens", piece_tokens)):
         if not isinstance(value, int) or value < 1:
             raise OptionError(f"{name}={value!r}: give a whole number of 1 or more")
@@ -107,9 +115,11 @@ def score(
     scores: dict[int, TextScore] = {}
     # Texts of a run have about one length. The longest come first: one that does not fit is refused before any work.
     order = sorted(range(len(ids)), key=lambda number: -len(ids[number]))
-    for begin in range(0, len(order), rows):
-        indices = order[begin : begin + rows]
-        longest = len(ids[indices[0]])
+    while order:
+        longest = len(ids[order[0]])
+        # Of long texts the keys may depend on the longest one of a run.
+        together = rows if facts.plain_tokens is None or longest <= facts.plain_tokens else 1
+        indices, order = order[:together], order[together:]
         padded = [ids[number] + [0] * (longest - len(ids[number])) for number in indices]  # no token sees later ones
         firsts = torch.tensor([row[:1] for row in padded], device="cpu")
         out = generate(without_padding(firsts), **scoring(padded, piece_tokens))
@@ -120,14 +130,32 @@ def score(
     return [scores[number] for number in range(len(ids))]
 
 
+def _check_model(model: PreTrainedModel, facts: ModelFacts) -> None:
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise InputError(
+            f"{name} has an encoder, so a text alone has no score: give one source and its answer to the model's own "
+            "forward, as labels"
+        )
+    reason = facts.why_not_scored
+    if reason is not None:
+        raise InputError(
+            f"a text is read piece by piece here, and in {name} {reason}: take the loss of the model's own forward"
+        )
+
+
 def read_texts(texts: object, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """The ids of a text, of texts, or of lists of ids. Raises `InputError`."""
-    texts = [texts] if isinstance(texts, str) else texts
-    if not isinstance(texts, Sequence):
-        raise InputError(f"texts={texts!r:.80}: give a text, a list of texts, or a list of lists of token ids")
+    """The ids of a text, of the ids of a text, or of a list of either. Raises `InputError`."""
+    texts = _listed(texts)
+    if isinstance(texts, str) or (isinstance(texts, list) and texts and all(map(_is_id, texts))):
+        texts = [texts]
+    if not isinstance(texts, list):
+        raise InputError(
+            f"texts={texts!r:.80}: give a text, its token ids, or a list of texts or of lists of token ids"
+        )
     rows = []
-    for number, text in enumerate(texts):
-        if not isinstance(text, (str, Sequence)):
+    for number, text in enumerate(map(_listed, texts)):
+        if not isinstance(text, (str, list)):
             raise InputError(f"texts[{number}]={text!r:.80}: give a text or a list of token ids")
         ids: list[int] = []
         if text:
@@ -140,3 +168,14 @@ def read_texts(texts: object, tokenizer: PreTrainedTokenizerBase) -> list[list[i
             )
         rows.append(ids)
     return rows
+
+
+def _listed(value: Any) -> object:
+    """Tensors, arrays and sequences as lists."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else value
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, Integral) or getattr(value, "ndim", None) == 0

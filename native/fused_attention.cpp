@@ -254,7 +254,7 @@ float rounded(const float* floats, int64_t count, int16_t* found) {
 // Corrects the rounding of queries and weights, as if all codes had the middle value: codes are close to it on average.
 inline float middle(int64_t bits) { return ((1 << bits) - 1) / 2.0f; }
 
-// Queries [count, width], exact and rounded to integers.
+// Queries [..., width], exact and rounded to integers.
 struct Queries {
   const float* exact;
   int64_t width;
@@ -262,8 +262,8 @@ struct Queries {
   std::vector<float> unit;
 
   explicit Queries(const Tensor& given)
-      : exact(floats_of(given)), width(given.size(3)), integers(given.numel()),
-        unit(given.numel() / given.size(3)) {
+      : exact(floats_of(given)), width(given.size(given.dim() - 1)), integers(given.numel()),
+        unit(given.numel() / width) {
     for (int64_t i = 0; i < (int64_t)unit.size(); i++)
       unit[i] = rounded(exact + i * width, width, integers.data() + i * width);
   }
@@ -470,26 +470,29 @@ Tensor mixed(Tensor given, Tensor codes, Optional scale, Optional offset, int64_
   return torch::stable::sum(sums, over);
 }
 
-// Attention: scaled queries [rows, KV heads, queries, width] -> [rows, KV heads, queries, values' width].
+// Attention: scaled queries [forms, rows, KV heads, queries, width] -> [rows, KV heads, queries, forms * values' width].
+// Each segment is multiplied with the queries in its form, and the sums of its values are apart from those of others.
 // mask: [rows, KV heads, heads per KV head, tokens, slots], added to the scores.
 // tensors: of the segments of the keys, then of those of the values: codes, and scale and offset if there are.
-// layout: for each of these segments bits, block and the number of its tensors.
+// layout: for each of these segments bits, block, form and the number of its tensors.
 Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t> layout, Optional mask,
                  int64_t out_width) {
   const Tensor queries = torch::stable::contiguous(given);
   std::vector<Segment> keys, values;
-  for (int64_t i = 0, at = 0, segments = layout.size() / 3; i < segments; i++) {
-    const int64_t *of = layout.data() + 3 * i, count = of[2];
+  std::vector<int64_t> key_forms, value_forms;
+  for (int64_t i = 0, at = 0, segments = layout.size() / 4; i < segments; i++) {
+    const int64_t *of = layout.data() + 4 * i, count = of[3];
+    (i < segments / 2 ? key_forms : value_forms).push_back(of[2]);
     (i < segments / 2 ? keys : values)
         .push_back({tensors[at], count > 1 ? Optional(tensors[at + 1]) : std::nullopt,
                     count > 2 ? Optional(tensors[at + 2]) : std::nullopt, of[0], of[1]});
     at += count;
   }
-  const int64_t rows = queries.size(0), heads = queries.size(1), tokens = queries.size(2), width = queries.size(3);
+  const int64_t rows = queries.size(1), heads = queries.size(2), tokens = queries.size(3), width = queries.size(4);
   const auto parts = parts_of(keys);
-  const int64_t shares = shares_of(parts), of_row = heads * tokens;
-  Tensor out = torch::stable::new_empty(queries, {rows, heads, tokens, out_width});
-  std::vector<float> sums(rows * shares * of_row * out_width);
+  const int64_t shares = shares_of(parts), of_row = heads * tokens, all_width = queries.size(0) * out_width;
+  Tensor out = torch::stable::new_empty(queries, {rows, heads, tokens, all_width});
+  std::vector<float> sums(rows * shares * of_row * all_width);
   std::vector<OwnSoftmax> softmax(rows * shares * of_row);
   const Queries asked(queries);
   std::vector<Slots> stored_keys, stored_values;
@@ -506,7 +509,8 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
     Memory memory;
     std::vector<float> scores(tokens * few, unseen);
     for (int64_t head = 0; head < heads; head++) {
-      const int64_t from = (row * heads + head) * tokens, to = (row * shares + share) * of_row + head * tokens;
+      const int64_t from = ((key_forms[part.segment] * rows + row) * heads + head) * tokens;
+      const int64_t to = (row * shares + share) * of_row + head * tokens;
       const Unpacked some_keys = read(Of::keys, stored_keys[part.segment].of(row, head), part.begin, part.end, memory);
       for (int64_t token = 0; token < tokens; token++) {
         float* found = scores.data() + token * few;
@@ -517,24 +521,25 @@ Tensor attention(Tensor given, std::vector<Tensor> tensors, std::vector<int64_t>
           for (int64_t i = 0; i < some_keys.count; i++) found[i] += of_token[i];
         }
         std::fill(found + some_keys.count, found + few, unseen);
-        weigh(found, few, softmax[to + token], sums.data() + (to + token) * out_width, out_width);
+        weigh(found, few, softmax[to + token], sums.data() + (to + token) * all_width, all_width);
       }
       const Slots head_values = stored_values[part.segment].of(row, head);
       const Unpacked some_values = read(Of::values, head_values, part.begin, part.end, memory);
+      float* of_form = sums.data() + value_forms[part.segment] * out_width;
       for (int64_t token = 0; token < tokens; token++)
-        add(scores.data() + token * few, some_values, sums.data() + (to + token) * out_width);
+        add(scores.data() + token * few, some_values, of_form + (to + token) * all_width);
     }
   });
   float* result = floats_in(out);
   for (int64_t at = 0; at < rows * of_row; at++) {
     const int64_t first = at / of_row * shares * of_row + at % of_row, end = first + shares * of_row;
     Softmax all;
-    float* target = result + at * out_width;
-    std::fill(target, target + out_width, 0.0f);
+    float* target = result + at * all_width;
+    std::fill(target, target + all_width, 0.0f);
     for (int64_t from = first; from < end; from += of_row)
-      join(all, target, softmax[from], &sums[from * out_width], out_width);
+      join(all, target, softmax[from], &sums[from * all_width], all_width);
     if (all.total != 0)  // else the query sees no slot
-      for (int64_t i = 0; i < out_width; i++) target[i] /= all.total;
+      for (int64_t i = 0; i < all_width; i++) target[i] /= all.total;
   }
   return out;
 }

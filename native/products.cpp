@@ -9,8 +9,7 @@
 #include <memory>
 #include <vector>
 
-#include "products/eight_bits.h"
-#include "products/four_bits.h"
+#include "products/blocks.h"
 #include "products/plain.h"
 
 namespace {
@@ -101,100 +100,100 @@ void check_widths(const Tensor& input, const std::vector<Tensor>& weights) {
   }
 }
 
-// scales: none, or those of each weight.
-template <class Weight>
-Tensor plain_product(const Tensor& input, const std::vector<Tensor>& weights, const std::vector<Tensor>& scales) {
+Tensor linears(Tensor input, std::vector<Tensor> weights) {
+  check_widths(input, weights);
   const int64_t all = outs_of(weights), width = input.size(input.dim() - 1);
   return product(input, all, most_rows, [&](const Rows& rows, float* out) {
-    std::unique_ptr<float[]> columns;
-    if (sizeof(Weight) == sizeof(float)) columns = columns_of(rows);
-    std::vector<Product<Weight>> products;
-    for (size_t i = 0; i < weights.size(); i++) {
-      const float* of_outs = scales.empty() ? nullptr : values_of<float>(scales[i]);
-      products.push_back({rows.values, values_of<Weight>(weights[i]), of_outs, out, rows.count, weights[i].size(0), width,
-                          rows.stride, weights[i].stride(0), all, columns.get()});
-      out += weights[i].size(0);
+    const std::unique_ptr<float[]> columns = columns_of(rows);
+    std::vector<Product> products;
+    for (const Tensor& weight : weights) {
+      products.push_back({rows.values, values_of<float>(weight), out, rows.count, weight.size(0), width, rows.stride,
+                          weight.stride(0), all, columns.get()});
+      out += weight.size(0);
     }
     compute(rows, products);
   });
 }
 
-Tensor linears(Tensor input, std::vector<Tensor> weights) {
-  check_widths(input, weights);
-  return plain_product<float>(input, weights, {});
+BlockCodes block_codes(const Tensor& codes, const Tensor& scales) {
+  STD_TORCH_CHECK(codes.is_contiguous() && scales.is_contiguous(), "codes and scales have to be contiguous");
+  STD_TORCH_CHECK(codes.dim() == 3 && scales.dim() == 4 && scales.size(3) == block_outs, "codes and scales of blocks");
+  for (int64_t axis = 0; axis < 2; axis++)
+    STD_TORCH_CHECK(codes.size(axis) == scales.size(axis), "codes and scales are of different blocks");
+  return {values_of<uint8_t>(codes), values_of<uint16_t>(scales), codes.size(0), codes.size(1), scales.size(2) == 2};
 }
 
-Tensor int8_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales) {
-  check_widths(input, codes);
+// With fewer rows the processor's other instructions are faster.
+bool fit_units(int64_t rows) { return rows >= 16 && has_matrix_units(); }
+
+// Calls `use(bits)`, a constant, for the bits of codes.
+template <class Use>
+auto with_bits(const Tensor& codes, Use use) {
+  const int64_t bits = codes.size(2) / 64;
+  STD_TORCH_CHECK(bits == 4 || bits == 8, "codes have 4 or 8 bits, and these ", bits);
+  return bits == 4 ? use(std::integral_constant<int, 4>{}) : use(std::integral_constant<int, 8>{});
+}
+
+Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales) {
+  STD_TORCH_CHECK(codes.size() == scales.size() && !codes.empty(), "weights have codes and scales");
+  const int64_t width = input.size(input.dim() - 1), groups = (width + block_inputs - 1) / block_inputs;
+  std::vector<BlockCodes> weights;
+  for (size_t i = 0; i < codes.size(); i++) {
+    weights.push_back(block_codes(codes[i], scales[i]));
+    STD_TORCH_CHECK(weights[i].groups == groups, "the inputs are ", width, " wide, and the weights ",
+                    weights[i].groups * block_inputs);
+  }
+  const bool by_units = fit_units(rows_of(input));
+  return with_bits(codes[0], [&](auto bits) {
+    const int64_t at_once = by_units ? InputTiles::most_rows : BlockInput::most_rows;
+    return product(input, outs_of(codes) * block_outs, at_once, [&](const Rows& rows, float* out) {
+      std::unique_ptr<InputTiles> tiles;
+      std::unique_ptr<BlockInput> blocks;
 #ifdef HAS_MATRIX_UNITS
-  if (rows_of(input) >= EightBits::least_rows && has_matrix_units()) {
-    const int64_t all = outs_of(codes);
-    return product(input, all, InputTiles::most_rows, [&](const Rows& rows, float* out) {
-      const InputTiles tiles(rows, rows.width);
-      std::vector<EightBits> products;
-      for (size_t i = 0; i < codes.size(); i++) {
-        products.push_back({&tiles, values_of<int8_t>(codes[i]), values_of<float>(scales[i]), out, codes[i].size(0),
-                            codes[i].stride(0), all});
-        out += codes[i].size(0);
+      if (by_units) tiles = std::make_unique<InputTiles>(rows);
+#endif
+      if (!tiles) blocks = std::make_unique<BlockInput>(rows);
+      std::vector<BlockProduct<bits>> products;
+      for (const BlockCodes& some : weights) {
+        products.push_back({some, blocks.get(), tiles.get(), out, outs_of(codes) * block_outs});
+        out += some.blocks * block_outs;
       }
       compute(rows, products);
     });
-  }
-#endif
-  return plain_product<int8_t>(input, codes, scales);
+  });
 }
 
-Tensor int4_linears(Tensor input, std::vector<Tensor> packed, std::vector<Tensor> scales, int64_t outs_of_block) {
-  const int64_t rows = rows_of(input), width = input.size(1), all = outs_of(packed);
-  STD_TORCH_CHECK(rows == 1 || input.stride(0) == width, "the rows of the input have to follow each other");
-  STD_TORCH_CHECK(packed.size() == scales.size() && !packed.empty(), "weights have codes and scales");
-  const int64_t group = width / scales[0].size(0);
-  for (size_t i = 0; i < packed.size(); i++) {
-    const int64_t in = 2 * packed[i].size(1), outs = packed[i].size(0);
-    STD_TORCH_CHECK(in == width, "the inputs are ", width, " wide, and the weights ", in);
-    STD_TORCH_CHECK(scales[i].size(1) == outs, outs, " outputs have codes, and ", scales[i].size(1), " scales");
-    STD_TORCH_CHECK(scales[i].size(0) * group == width && group % 2 == 0, "groups have an even number of inputs");
-  }
-  const bool by_units = FourBits::fit_units(rows, outs_of_block, group);
-  const bool by_panels = !by_units && FourBits::fit_panels(rows);
-  return product(input, all, by_units ? InputTiles::most_rows : Panels::most_rows, [&](const Rows& rows, float* out) {
-    std::unique_ptr<Panels> panels;
-    std::unique_ptr<InputTiles> tiles;
-#ifdef HAS_MATRIX_UNITS
-    if (by_units) tiles = std::make_unique<InputTiles>(rows, group);
-#endif
-    if (by_panels) panels = std::make_unique<Panels>(rows);
-    std::vector<FourBits> products;
-    for (size_t i = 0; i < packed.size(); i++) {
-      products.push_back({rows.values, values_of<uint8_t>(packed[i]), values_of<uint16_t>(scales[i]), out, rows.count,
-                          packed[i].size(0), width, group, all, outs_of_block / lanes / 2, panels.get(), tiles.get()});
-      out += packed[i].size(0);
-    }
-    compute(rows, products);
-  });
+Tensor block_weights(Tensor codes, Tensor scales) {
+  const BlockCodes weights = block_codes(codes, scales);
+  Tensor out = torch::stable::empty({weights.blocks * block_outs, weights.groups * block_inputs},
+                                    torch::headeronly::ScalarType::Float);
+  with_bits(codes, [&](auto bits) { decode_blocks<bits>(weights, static_cast<float*>(out.data_ptr())); });
+  return out;
 }
 
 bool matrix_units() { return has_matrix_units(); }
 
+bool integer_products() { return BlockInput::has_integers; }
+
 }  // namespace
 
-// Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all]. With
-// codes of 4 bits the input is [rows, width].
-// weights: float32 or codes int8 [outs, width], all with a contiguous width; scales: float32 [outs]. packed, scales of 4
-// bits: see `FourBits`.
+// Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all].
+// weights: float32 [outs, width] with a contiguous width. codes, scales: see `BlockCodes`; all have as many bits.
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
-  library.def("int8_linears(Tensor input, Tensor[] codes, Tensor[] scales) -> Tensor");
-  library.def("int4_linears(Tensor input, Tensor[] packed, Tensor[] scales, int outs_of_block) -> Tensor");
-  library.def("matrix_units() -> bool");  // whether codes are multiplied by them
+  library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales) -> Tensor");
+  library.def("block_weights(Tensor codes, Tensor scales) -> Tensor");  // in full, float32 [outs, width]
+  library.def("matrix_units() -> bool");      // whether many rows are multiplied with codes by them
+  library.def("integer_products() -> bool");  // whether few are as integers
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CompositeExplicitAutograd, library) {
   library.impl("matrix_units", TORCH_BOX(&matrix_units));
+  library.impl("integer_products", TORCH_BOX(&integer_products));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("linears", TORCH_BOX(&linears));
-  library.impl("int8_linears", TORCH_BOX(&int8_linears));
-  library.impl("int4_linears", TORCH_BOX(&int4_linears));
+  library.impl("block_linears", TORCH_BOX(&block_linears));
+  library.impl("block_weights", TORCH_BOX(&block_weights));
 }

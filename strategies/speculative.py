@@ -20,12 +20,19 @@ from strategies.operations import Crop, Emit, Flow, Forward, Operation, Task
 REFUSALS = (LookupError, ValueError, TypeError, AssertionError)
 
 
+PAUSE = 8  # steps between two proposals that do not pay
+
+
 @dataclass(frozen=True)
 class Proposal:
-    """tokens [rows, k]. probabilities: what each was drawn from [rows, k, vocabulary]; None where nothing was drawn."""
+    """tokens [rows, k]. probabilities: what each was drawn from [rows, k, vocabulary]; None where nothing was drawn.
+
+    is_new: False for fixed tokens alone, which are not counted.
+    """
 
     tokens: torch.Tensor
     probabilities: torch.Tensor | None = None
+    is_new: bool = True
 
 
 class VerifiedText:
@@ -88,7 +95,7 @@ class VerifiedText:
             goes_on = goes_on & (agrees | ~is_open | over)
             if not bool((goes_on & ~over).any()):
                 break
-        if k:
+        if k and proposal.is_new:
             self._count(k, accepted)
         # A row that has ended does not hold up the others.
         columns = int(certain.masked_fill(over, len(tokens)).min())
@@ -116,10 +123,8 @@ class VerifiedText:
         return proposed.where(accepted, draw(residual, generator)[:, 0]), accepted
 
     def _count(self, k: int, accepted: torch.Tensor) -> None:
-        drafts, proposed = self.task.drafts, (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
-        drafts.verifications += 1
-        drafts.drafted += int(proposed.sum())
-        drafts.accepted += int(accepted.sum())
+        proposed = (k - self.counts).clamp(min=0).masked_fill(self.over, 0)
+        self.task.drafts.count(int(proposed.sum()), int(accepted.sum()))
 
     def advance(self, ids: torch.Tensor, emitted: torch.Tensor) -> None:
         """`emitted` was emitted, and the driver answered `ids`."""
@@ -152,6 +157,13 @@ def forced_tokens(text: VerifiedText) -> Proposal | None:
     return Proposal(torch.tensor(rows, dtype=torch.long, device=text.ids.device))
 
 
+def fixed_tokens(text: VerifiedText) -> Proposal:
+    """The fixed tokens of the rows, so that they are fed again, and nothing new."""
+    columns = [text.known(column, torch.full_like(text.counts, text.task.pad_id)) for column in range(text.most_fixed)]
+    tokens = torch.stack(columns, dim=1)[:, : text.room] if columns else text.ids[:, :0]
+    return Proposal(tokens, is_new=False)
+
+
 def nothing_proposed(text: VerifiedText) -> Generator[Operation, Any, Proposal]:
     """The proposals of a strategy that only reads tokens at once that a constraint has determined."""
     yield from ()
@@ -162,8 +174,11 @@ Propose = Callable[[VerifiedText], Generator[Operation, Any, Proposal]]
 
 
 def speculative_loop(task: Task, samples: bool, propose: Propose) -> Flow:
-    """The flow of every strategy that has its proposals verified. They begin with the text's fixed tokens."""
-    text = VerifiedText(task, samples)
+    """The flow of every strategy that has its proposals verified. They begin with the text's fixed tokens.
+
+    Proposals that do not pay are made now and then only: the text may become one where they do.
+    """
+    text, waited = VerifiedText(task, samples), 0
     logits = (yield Forward(task.ids))[:, None]
     proposal = Proposal(task.ids[:, :0])
     while True:
@@ -173,5 +188,7 @@ def speculative_loop(task: Task, samples: bool, propose: Propose) -> Flow:
             yield Crop(wrong)
         text.advance((yield Emit(tokens, scores)), tokens)
         del logits, scores  # the next forward makes others
-        proposal = forced_tokens(text) or (yield from propose(text))
+        proposes = task.drafts.pays or waited >= PAUSE
+        proposal = forced_tokens(text) or ((yield from propose(text)) if proposes else fixed_tokens(text))
+        waited = 0 if proposal.is_new and proposal.tokens.shape[1] else waited + 1
         logits = yield Forward(torch.cat([text.ids[:, -1:], proposal.tokens], dim=1), all_logits=True)

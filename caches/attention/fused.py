@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from caches.attention.rotation import RotatedSegment, rotated_to_read
 from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
 from caches.platform.native import Operators
@@ -74,7 +75,8 @@ class QuantizedSegment:
 def attention(
     queries: torch.Tensor, keys: Iterable[Segment], values: Iterable[Segment], mask: torch.Tensor | None, width: int
 ) -> torch.Tensor | None:
-    """Attention over segments that are `QuantizedSegment` or `DenseSegment`; None for others, and for many queries.
+    """Attention over segments that are `QuantizedSegment`, rotated or not, or `DenseSegment`; None for others, and for
+    many queries.
 
     queries: [rows, KV heads, queries per KV head, width of a key], already scaled. mask: [rows, KV heads, heads per KV
     head, tokens, slots], added to the scores. width: of a value. Returns [rows, KV heads, queries per KV head, width].
@@ -84,18 +86,26 @@ def attention(
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
     tensors: list[torch.Tensor] = []
-    layout: list[int] = []  # for each segment: bits, block, number of tensors
-    for segment in (*keys, *values):
+    layout: list[int] = []  # for each segment: bits, block, form of the queries, number of tensors
+    is_any_rotated = False
+    for given in (*keys, *values):
+        is_rotated = isinstance(given, RotatedSegment)
+        segment = given.segment if isinstance(given, RotatedSegment) else given
+        is_any_rotated |= is_rotated
         if isinstance(segment, QuantizedSegment):
             encoded = [tensor for tensor in (segment.codes, segment.scale, segment.offset) if tensor is not None]
-            layout += segment.bits, segment.block, len(encoded)
+            layout += segment.bits, segment.block, is_rotated, len(encoded)
             tensors += encoded
         elif isinstance(segment, DenseSegment):
-            layout += 32, 0, 1
+            layout += 32, 0, is_rotated, 1
             tensors.append(segment.tensor)
         else:
             return None
-    return _without_derivative(KERNELS.or_error().attention(queries, tensors, layout, mask, width), queries)
+    forms = torch.stack((queries, rotated_to_read(queries))) if is_any_rotated else queries[None]
+    sums = KERNELS.or_error().attention(forms, tensors, layout, mask, width)
+    if is_any_rotated:
+        sums = sums[..., :width] + rotated_to_read(sums[..., width:])
+    return _without_derivative(sums, queries)
 
 
 class _WithoutDerivative(torch.autograd.Function):

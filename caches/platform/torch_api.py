@@ -23,8 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 __all__ = [
     "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "TreeSpec", "always_writable", "buffers_of",
     "compile_package", "compiled_graphs", "discard_compiled", "graph_errors", "has_onednn", "hooks_of",
-    "inside_compiled", "int4_product", "int8_product", "load_package", "make_wrapper_subclass", "module_call_code",
-    "onednn_linear", "pack_int4", "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks",
+    "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code",
+    "onednn_linear", "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks",
     "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "write_count",
 ]  # fmt: skip
 
@@ -109,22 +109,6 @@ def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
 def storage_key(tensor: torch.Tensor) -> int:
     """The same number for all tensors that share memory, on the meta device too, as long as one of them lives."""
     return tensor.untyped_storage()._cdata
-
-
-def int8_product(rows: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """rows [rows, width] times codes int8 [outs, width] and scales [outs], all but the codes bfloat16, on a CPU."""
-    return torch._weight_int8pack_mm(rows, codes, scales)
-
-
-def int4_product(rows: torch.Tensor, packed: torch.Tensor, group: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """rows bfloat16 [rows, width] times what `pack_int4` returned, on a CPU. group: int64, one number, the inputs with
-    one scale. scales: bfloat16 [width / group, outs, 2]; the weights are (codes - 8) * scale + offset."""
-    return torch.ops.quantized.int4mm_packed_weight_cpu(rows, packed, group, scales)
-
-
-def pack_int4(codes: torch.Tensor) -> torch.Tensor:
-    """Codes int32 [outs, width] from 0 to 15 as uint8 [outs, width / 2], in an order that depends on the processor."""
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 2)
 
 
 def load_package(path: str, constants: Callable[[Sequence[str]], dict[str, torch.Tensor]]) -> Callable[..., Any]:

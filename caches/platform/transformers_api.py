@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import (
     GenerationConfig,
@@ -240,3 +242,100 @@ def quantized_rows(layer: object) -> int:
 def follows_rows(layer: object) -> bool:
     """Whether `reorder_cache` of a quantized layer reorders its codes: that of 5.17 leaves them as they are."""
     return hasattr(layer, "_pending_beam_idx") or "reorder_cache" in vars(type(layer))
+
+
+class _WithoutLayers:
+    """What the map of a model's names reads of a model. Of every submodule it makes a map too: for 30 layers that takes
+    10 s, and the base model alone has names of its own."""
+
+    def __init__(self, model: PreTrainedModel):
+        self.config, self.state_dict = model.config, model.state_dict
+        base = model.base_model
+        self._children = [] if base is model else [(model.base_model_prefix, _WithoutLayers(base))]
+
+    def named_children(self) -> list[tuple[str, _WithoutLayers]]:
+        return self._children
+
+
+class GgufTensor:
+    """A tensor of a GGUF file, which is read when it is asked for.
+
+    type_name: "Q8_0", "F32", ... order: int64 [outs], which output of the file each output of the model is; None where
+    transformers changes more than the order of the outputs, or there are not two axes.
+    """
+
+    def __init__(self, info: Any, content: Any, change: Callable[[str, np.ndarray], np.ndarray | None]):
+        """info, content: of transformers' reader. change: what transformers does with a tensor of that name; None where
+        it puts it into others."""
+        from gguf import GGMLQuantizationType
+
+        self._info, self._content, self._change = info, content, change
+        self._type = GGMLQuantizationType(info.ggml_type)
+        self.type_name: str = self._type.name
+        self.order = self._order() if len(info.shape) == 2 else None
+
+    def _order(self) -> torch.Tensor | None:
+        outs = self._info.shape[0]
+        numbered = self._change(self._info.name, np.arange(outs, dtype=np.float32)[:, None])
+        if numbered is None or numbered.shape != (outs, 1):
+            return None
+        order = torch.from_numpy(numbered[:, 0].astype(np.int64))
+        return order if torch.equal(order.sort().values, torch.arange(outs)) else None
+
+    def raw(self) -> torch.Tensor:
+        """Its bytes, uint8 [outs, bytes], in the file's order."""
+        raw: torch.Tensor = self._content[...]
+        return raw
+
+    def rows(self, outs: torch.Tensor) -> torch.Tensor:
+        """Outputs of the model in full [n, width], in the order of `order`."""
+        from gguf import dequantize
+
+        assert self.order is not None
+        return torch.from_numpy(dequantize(self.raw()[self.order[outs]].numpy(), self._type))
+
+    def values(self) -> torch.Tensor | None:
+        """All in full, as the model has it; None where transformers puts it into others."""
+        from gguf import dequantize
+
+        raw = self.raw()
+        full = dequantize(raw.numpy(), self._type) if raw.dtype == torch.uint8 else raw.float().numpy()
+        changed = self._change(self._info.name, full.reshape(self._info.shape))
+        return None if changed is None else torch.from_numpy(np.ascontiguousarray(changed))
+
+
+def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | None:
+    """The tensors of a GGUF file by the names of `model`, which may have no memory.
+
+    None for architectures and releases (5.17) of which transformers does not tell which tensor is which, and for files
+    with types that its reader of headers does not know, such as Q5_0.
+    """
+    try:
+        from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
+    except ImportError:
+        return None
+    from transformers.modeling_gguf_pytorch_utils import (
+        TENSOR_PROCESSORS,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    settings = model.config.to_dict()
+    try:
+        header = GgufHeader.from_file(str(file))
+    except ValueError:
+        return None
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=settings)
+    try:
+        names = get_gguf_hf_weights_map(_WithoutLayers(model), processor)
+    except NotImplementedError:
+        return None
+
+    def change(name: str, values: np.ndarray) -> np.ndarray | None:
+        parsed: dict[str, Any] = {"tensors": {}, "config": settings}
+        result = processor.process(values, name, tensor_key_mapping=names, parsed_parameters=parsed)
+        return None if parsed["tensors"] or result.name != name else result.weights
+
+    content = load_gguf_state_dict(header)
+    known = [info for info in header.tensors if info.name in names]
+    return {names[info.name]: GgufTensor(info, content[info.name], change) for info in known}

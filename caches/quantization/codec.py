@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from caches.attention.fused import KERNELS, QuantizedSegment, check_fused, is_supported
+from caches.attention.rotation import RotatedSegment, rotated
 from caches.attention.segments import AffineSegment, DenseSegment, Segment
 from configs import CODECS, CodecFacts, ConfigError, QuantizedCacheConfig, require_positive
 from configs.plugins import check_name
@@ -54,6 +55,7 @@ class Affine:
     bits: of a code. group: elements that share a scale and an offset. per_channel: a group is one channel of `group`
     slots; else it is `group` neighbouring channels of one slot, or the most below that which divide the head's width.
     choose: see `CHOICES`. scale_dtype: of scales, offsets and the arithmetic of decoding; None is the keys' data type.
+    rotate: groups are rotated before they are encoded: see `RotatedSegment`. Not with per_channel.
     fused: attention multiplies with the codes where it has a kernel; True: encoding refuses the rest.
     """
 
@@ -62,6 +64,7 @@ class Affine:
     per_channel: bool
     choose: Callable[[torch.Tensor, int], Choice]
     scale_dtype: torch.dtype | None = None
+    rotate: bool = False
     fused: bool | None = field(default=False, compare=False)  # the codes are the same
 
     @property
@@ -79,9 +82,10 @@ class Affine:
             check_fused(dense)
         rows, heads, count, width = dense.shape
         size = self.group if self.per_channel else _divisor(width, self.group)
-        grouped = dense.unflatten(2, (-1, size)).transpose(-1, -2) if self.per_channel else dense
-        exact = torch.promote_types(dense.dtype, torch.float32)
-        codes, *affine = self.choose(grouped.reshape(-1, size).to(exact), self.bits)
+        exact = dense.to(torch.promote_types(dense.dtype, torch.float32))
+        exact = rotated(exact) if self.rotate else exact
+        grouped = exact.unflatten(2, (-1, size)).transpose(-1, -2) if self.per_channel else exact
+        codes, *affine = self.choose(grouped.reshape(-1, size), self.bits)
         codes = codes if codes.dtype == torch.float8_e4m3fn else codes.to(torch.uint8)
         codes = codes.view(rows, heads, -1, width, size).transpose(-1, -2) if self.per_channel else codes
         groups = (rows, heads, -1, width if self.per_channel else width // size)
@@ -92,8 +96,10 @@ class Affine:
         }
 
     def decode(self, parts: Parts, new_scratch: NewScratch, in_codes: bool = False) -> Segment:
-        if not in_codes:
-            return self._unpacked(parts, new_scratch)
+        segment = self._in_codes(parts, new_scratch) if in_codes else self._unpacked(parts, new_scratch)
+        return RotatedSegment(segment) if self.rotate else segment
+
+    def _in_codes(self, parts: Parts, new_scratch: NewScratch) -> Segment:
         return QuantizedSegment(
             parts["codes"],
             parts["scale"],
@@ -264,10 +270,11 @@ def new_codec(options: QuantizedCacheConfig, name: str) -> Affine:
     if options.fused:
         KERNELS.or_error()
     return Affine(
-        bits=options.bits,
+        bits=options.bits_of(name),
         group=options.group,
         per_channel=options.is_per_channel(name),
         choose=CHOICES[options.backend],
         scale_dtype=None if options.compute_dtype is None else getattr(torch, options.compute_dtype),
+        rotate=options.rotates,
         fused=options.fused if options.has_kernels else False,
     )

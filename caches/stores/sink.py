@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from caches.attention.kv_view import KeyValueView, plain, rows_of
+from caches.attention.rotation import RotatedSegment, rotated
 from caches.attention.segments import CacheRows, DenseSegment, Segment
 from caches.errors import StepError
 from caches.layers.rope import RopeRotation
@@ -267,6 +268,9 @@ def _fronted(segments: Iterable[Segment], front: torch.Tensor, behind: torch.Ten
     for segment in segments:
         replaced = front[:, :, begin : begin + segment.slots]
         begin += segment.slots
+        if replaced.shape[2] and isinstance(segment, RotatedSegment):  # rotating the few is cheaper than the segment
+            yield from map(RotatedSegment, _fronted([segment.segment], rotated(replaced), behind))
+            continue
         if replaced.shape[2]:
             values, count = segment.materialize(), replaced.shape[2]
             yield DenseSegment(torch.where(behind, replaced, values[:, :, :count]))

@@ -27,6 +27,7 @@ from engine.cli.commands.compile import compile
 from engine.cli.commands.generate import generate
 from engine.cli.commands.linears import linears
 from engine.cli.commands.plan import plan
+from engine.cli.commands.score import score
 from engine.cli.commands.serve import serve
 from engine.cli.help import Command
 from engine.errors import EngineError, GenerationInterrupted, OptionError
@@ -38,6 +39,7 @@ app = typer.Typer(rich_markup_mode=None, context_settings=_settings)
 _SHORT: dict[Callable[..., None], str] = {
     generate: "Continue a prompt.",
     chat: "Talk to a model.",
+    score: "Say how likely a model finds texts.",
     serve: "Answer requests of OpenAI's HTTP protocol.",
     caches: "List the cache backends and their options.",
     plan: "Say what a run takes before it runs.",
@@ -139,8 +141,7 @@ def _code_and_message(error: Any) -> tuple[int, str]:
         context = getattr(error, "ctx", None)
         where = "" if context is None else f" (see `{context.command_path} -h`)"
         return error.exit_code, f"{error.format_message().rstrip('.')}{where}"
-    errors = sys.modules.get("caches.errors")  # importing it would import torch
-    if isinstance(error, EngineError) or (errors is not None and isinstance(error, errors.CacheError)):
+    if isinstance(error, EngineError):
         return (1 if isinstance(error, GenerationInterrupted) else 2), str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return 2, f"{error.filename}: {error.strerror}"

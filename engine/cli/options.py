@@ -105,11 +105,14 @@ def takes(panels: dict[str | None, dict[str, Declared]]) -> Callable[[Callable[.
 # fmt: off
 PROMPT = {
     "prompt": argument(list[str], "PROMPT",
-        "The text to continue; several are a batch; - or none reads standard input."),
+        "The text to continue or to answer; several are a batch; - or none reads standard input."),
     "file": option(list[Path], "PATH", "Read the prompt from this file, - is standard input; repeat it for a batch. "
         "Each line of a file named .jsonl is a prompt, a text or an object, and gets a line of JSON.", "--file", "-f"),
-    "chat": flag("The prompt is a user's message to a chat model.", "--chat"),
-    "system": option(str, "TEXT", "The system message that comes before it, with --chat."),
+    "chat": option(bool, None, "Read a text as a user's message, which the model answers, or plain, to continue it. "
+        "Default: as a message where the tokenizer has a chat template.", "--chat/--raw"),
+    "system": option(str, "TEXT", "The system message that comes before it."),
+    "image": option(list[Path], "FILE", "An image that comes before the text, for models that take images; may be "
+        "repeated."),
 }
 MODEL = {
     "model": option(str, "PATH", "Folder or hub id; default: the small model of the package."),
@@ -124,7 +127,7 @@ MODEL = {
     "prefill_chunk_tokens": option(int, "N", "Compute the prompt in chunks of this many tokens, to save memory."),
     "compile": option(str, "NAME", f"Compile the decode step: {', '.join(COMPILE_CHOICES)}; default: off.",
         autocompletion=lambda: list(COMPILE_CHOICES)),
-    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: full.",
+    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: file.",
         autocompletion=lambda: list(WEIGHTS_CHOICES)),
     "linears": option(str, "NAME",
         f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
@@ -180,6 +183,16 @@ CACHES = {
     "as_json": flag("Print JSON: model, tokens, dtype and caches (name, summary, options; bytes and bytes_per_token, "
         "or refused).", "--json"),
 }
+SCORED = {
+    "texts": argument(list[str], "TEXT", "A text; there may be several; - or none reads standard input."),
+    "file": option(list[Path], "PATH", "Read a text from this file, - is standard input; may be repeated. Each line of "
+        "a file named .jsonl is a text: a string, a list of token ids or an object with text.", "--file", "-f"),
+    "rows": option(int, "N", "Texts that are computed together; default: 4.", min=1),
+    "piece_tokens": option(int, "N", "Read a text in pieces of so many tokens; with a cache that loses something 1 is "
+        "as in generation. Default: 64.", min=1),
+    "as_json": flag("Print JSON: rows (tokens, logprobs, logprob, perplexity) and both for all texts together.",
+        "--json"),
+}
 LINEARS = {
     "path": PLAN["path"],
     "threads": option(int, "N", "Threads of torch, 1 to 1024; default: what torch uses.", min=1, max=1024),
@@ -220,6 +233,8 @@ CACHE_FILE = {
 CONVERSATION = {
     "system": option(str, "TEXT", "The system message."),
     "resume": option(Path, "FILE", "Go on with the conversation in this file, which /save wrote."),
+    "when_full": option(str, "NAME", "Where the model's length is reached: drop leaves out the oldest turns, stop "
+        "answers with an error.", default="drop"),
 }
 # fmt: on
 TP = option(int, "N", "Processes that compute the model together, as started by torchrun --nproc-per-node N.", min=1)
@@ -232,6 +247,11 @@ GENERATE: dict[str | None, dict[str, Declared]] = {
     parameters.ENDING: ENDING,
     "What is printed": OUTPUT,
 }  # fmt: skip
+SCORE: dict[str | None, dict[str, Declared]] = {
+    "The texts": SCORED,
+    "The model": MODEL,
+    parameters.CACHE: CACHE,
+}
 SERVE: dict[str | None, dict[str, Declared]] = {
     "The server": SERVER,
     "The model": MODEL | {"tp": TP},

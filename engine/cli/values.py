@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs import EngineConfig, preset, presets
 from engine.cli import options
@@ -35,8 +35,16 @@ _LABELS = ("id", "custom_id")  # of a line of JSON
 _PYTHONS = {"True": True, "False": False, "None": None}
 
 
-def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The generation parameters among the options.
+class KnownText(NamedTuple):
+    """text: as it is, or its token ids. title: what a table calls it. labels: of its line of JSON."""
+
+    title: str
+    labels: dict[str, object]
+    text: str | list[object]
+
+
+def generation_parameters(arguments: dict[str, Any], later: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """The generation parameters among the options. later: those that were given after them, None for "not said".
 
     A sampling parameter turns sampling on; a temperature of 0 means greedy. `--set NAME=VALUE` is the same as the
     option of that name. Raises `OptionError` for options that contradict each other.
@@ -56,7 +64,9 @@ def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
             raise OptionError(f"{name} was given twice: as {_option(name)} and as --set {name}: leave one of them out")
         if name in _INSTEAD or (name in arguments and name not in _NAMED):
             raise OptionError(f"--set does not give {name}: use {_option(name)}")
+    further |= later or {}
     named |= {name: further.pop(name) for name in _NAMED if name in further}
+    further = {name: value for name, value in further.items() if value is not None or name not in (later or {})}
     named = {name: value for name, value in named.items() if value is not None}
     searches = any(name in named for name in _SEARCHING)
     draws = any(name in named for name in (*_SAMPLING, "num_return_sequences"))
@@ -69,6 +79,15 @@ def generation_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     elif draws and not searches and "strategy" not in named:
         named.setdefault("do_sample", True)
     return named | further
+
+
+def later_parameter(name: str, text: str) -> tuple[str, object]:
+    """The name and value of a generation parameter that is set within a chat. Raises `OptionError` for others."""
+    text = text.capitalize() if text.capitalize() in _PYTHONS else text  # as it is typed: none, true
+    [(name, value)] = assignments([f"{name}={text}"], "/set").items()
+    if name in _INSTEAD or name in ("cache", "system", *_SETTINGS, "model", "assistant_model"):
+        raise OptionError(f"/set is for generation parameters, and {name} is none: see /help, or begin another chat")
+    return name, value
 
 
 def one_model(path: str | None, named: str | None) -> str | None:
@@ -117,10 +136,13 @@ def assignments(pairs: list[str] | None, option: str) -> dict[str, object]:
     return values
 
 
-def prompts(texts: list[str], files: list[Path]) -> list[str]:
-    """The prompts, from arguments, files or standard input. A trailing newline is part of the prompt."""
+def prompts(texts: list[str], files: list[Path], metavar: str = "PROMPT") -> list[str]:
+    """The prompts, from arguments, files or standard input. A trailing newline is part of the prompt.
+
+    metavar: what the help of the command calls them.
+    """
     if texts and files:
-        raise OptionError("the prompt was given twice: as PROMPT and as --file")
+        raise OptionError(f"the {metavar.lower()} was given twice: as {metavar} and as --file")
     if [*texts, *map(str, files)].count("-") > 1:
         raise OptionError("- is standard input, which can be read once, but it was given several times")
     if files:
@@ -129,11 +151,11 @@ def prompts(texts: list[str], files: list[Path]) -> list[str]:
         text = "" if sys.stdin is None or sys.stdin.isatty() else _standard_input()
         if not text:
             raise OptionError(
-                'there is no PROMPT: give one, as in engine generate "def main():", or a --file, or pipe it into '
-                "standard input"
+                f'there is no {metavar}: give one in quotes, as "def main():", or a --file, or pipe it into standard '
+                "input"
             )
         return [text]
-    return [_standard_input() if text == "-" else checked(text, "PROMPT") for text in texts]
+    return [_standard_input() if text == "-" else checked(text, metavar) for text in texts]
 
 
 def is_first_rank(config: EngineConfig) -> bool:
@@ -175,6 +197,29 @@ def without_labels(prompts: list[Any]) -> tuple[list[object], list[dict[str, obj
         for prompt in prompts
     ]
     return plain, labels
+
+
+def known_texts(texts: list[str], files: list[Path]) -> list[KnownText]:
+    """The texts to score: the arguments, files, the lines of files named .jsonl, or standard input."""
+    contents = prompts(texts, files, "TEXT")
+    if not files:
+        return [KnownText(text, {}, text) for text in contents]
+    known = []
+    for file, content in zip(files, contents, strict=True):
+        if file.suffix != ".jsonl":
+            known.append(KnownText(file.name, {}, content))
+            continue
+        plain, labels = without_labels(list(_lines(str(file), content)))
+        for line, label in zip(plain, labels, strict=True):
+            text = line.get("text", line.get("prompt")) if isinstance(line, dict) else line
+            if not isinstance(text, str | list):
+                raise OptionError(
+                    f'a line of {file} has no text: {line!r:.80}: write a text, a list of token ids, or {{"text": ...}}'
+                )
+            known.append(KnownText(str(next(iter(label.values()), text)), label, text))
+    if not known:
+        raise OptionError(f"there is no text in {', '.join(map(str, files))}: write a text into each line")
+    return known
 
 
 def _lines(path: str, text: str) -> Iterator[object]:
@@ -220,15 +265,28 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def chats(prompts: list[Any], system: str | None) -> list[Any]:
-    """Each prompt, a text or a mapping with one, as a new chat. Raises `OptionError` for others."""
-    conversations = []
+    """The prompts, each that is a text, or a mapping with one, as a new chat."""
+    return [
+        prompt
+        if (text := _text_of(prompt)) is None
+        else prompt | {"prompt": messages(text, system)}
+        if isinstance(prompt, dict)
+        else messages(text, system)
+        for prompt in prompts
+    ]
+
+
+def check_texts(prompts: list[Any], option: str) -> None:
+    """Raise `OptionError` where a prompt is no text. option: which makes a chat of them."""
     for number, prompt in enumerate(prompts, 1):
-        text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        if not isinstance(text, str):
-            raise OptionError(f"--chat makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
-        chat = messages(text, system)
-        conversations.append(prompt | {"prompt": chat} if isinstance(prompt, dict) else chat)
-    return conversations
+        if _text_of(prompt) is None:
+            raise OptionError(f"{option} makes a chat of a text, and prompt {number} is none: {prompt!r:.80}")
+
+
+def _text_of(prompt: object) -> str | None:
+    """The text of a prompt, or of a mapping with one; None for others."""
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    return text if isinstance(text, str) else None
 
 
 def size(amount: float, unit: int, option: str) -> int:

@@ -17,12 +17,11 @@ from engine.loading.load import unwrapped
 from engine.model.columns import Columns
 from engine.model.model_inputs import ModelInputs
 from engine.model.model_runner import ModelRunner
+from engine.parallel.ranks import ranks_of
 from engine.request.draft_request import DraftRequest
 from engine.request.inputs.checks import check_model
 from strategies import SpeculationStats, Strategy
-from strategies.operations import needs_of
-
-_ENOUGH = 100  # proposed tokens of a run after which the share of accepted ones is known
+from strategies.operations import ENOUGH_PROPOSALS, needs_of
 
 
 class Draft:
@@ -39,9 +38,13 @@ class Draft:
         self._learned: tuple[Strategy, SpeculationStats] | None = None
         self._was_judged = False
 
-    def drafts(self, strategy: Strategy) -> SpeculationStats:
-        """The statistics of a new run; where the strategy asks for it, with the length that the last run ended with."""
-        statistics = SpeculationStats()
+    def drafts(self, strategy: Strategy, model: PreTrainedModel) -> SpeculationStats:
+        """The statistics of a new run of `model`; where the strategy asks for it, with the length that the last run
+        ended with. A step takes about as long as reading the weights.
+        """
+        price = self.model.get_memory_footprint() / model.get_memory_footprint()
+        # Ranks may hold parts of different sizes, and have to propose the same.
+        statistics = SpeculationStats(price=price if ranks_of(model).size == 1 else 0)
         if needs_of(strategy).keeps_draft_length:
             learned = self._learned
             if learned is not None and learned[0] == strategy:
@@ -49,21 +52,17 @@ class Draft:
             self._learned = strategy, statistics
         return statistics
 
-    def judge(self, drafts: SpeculationStats, model: PreTrainedModel) -> None:
-        """Warn, once, of a draft that costs more time than it saves. drafts: of a run that has ended.
-
-        A step takes about as long as reading the weights, and an accepted token saves one of the model's.
-        """
-        if self._was_judged or drafts.drafted < _ENOUGH:
+    def judge(self, drafts: SpeculationStats) -> None:
+        """Warn, once, of a draft that costs more time than it saves. drafts: of a run that has ended."""
+        if self._was_judged or drafts.drafted < ENOUGH_PROPOSALS or drafts.accepted >= drafts.price * drafts.drafted:
             return
-        cost = self.model.get_memory_footprint() / model.get_memory_footprint()
-        if drafts.accepted < cost * drafts.drafted:
-            self._was_judged = True
-            logging.getLogger("engine").warning(
-                f"the assistant_model does not pay: {drafts.accepted} of {drafts.drafted} proposed tokens were "
-                f"accepted ({drafts.accepted / drafts.drafted:.0%}), and each costs about {cost:.0%} of a step of the "
-                "model. Leave it out, give a smaller or a better one, or use prompt_lookup_num_tokens"
-            )
+        self._was_judged = True
+        logging.getLogger("engine").warning(
+            f"the assistant_model does not pay: {drafts.accepted} of {drafts.drafted} proposed tokens were accepted "
+            f"({drafts.accepted / drafts.drafted:.0%}), and each costs about {drafts.price:.0%} of a step of the "
+            "model, so it proposed more rarely. Leave it out, give a smaller or a better one, or use "
+            "prompt_lookup_num_tokens"
+        )
 
     def session(self, request: DraftRequest, options: SessionOptions) -> ModelSession:
         """A session of its own for one run, with an empty cache."""

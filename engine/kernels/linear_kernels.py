@@ -24,29 +24,44 @@ def join_products(graph: torch.fx.Graph) -> None:
     groups = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in targets and all(map(_is_given, _weights(node))):
-            groups[node.target, _input(node), _options(node)].append(node)
+            groups[node.target, _input(node), _bytes_of_group(node)].append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             _join(graph, nodes)
 
 
 def has_matrix_units() -> bool:
-    """Whether the kernels, once loaded, multiply codes of 8 and 4 bits by the processor's matrix units (Intel AMX)."""
+    """Whether the kernels, once loaded, multiply many rows with codes by the processor's matrix units (Intel AMX)."""
     return bool(torch.ops.kvengine.matrix_units())
 
 
+def has_integer_products() -> bool:
+    """Whether the kernels, once loaded, multiply codes as integers (AVX-512 VNNI)."""
+    return bool(torch.ops.kvengine.integer_products())
+
+
 def _make_traceable() -> None:
-    for product in _products():
-        library.register_fake(product, _empty_product)
+    library.register_fake(torch.ops.kvengine.linears.default, _empty_product)
+    library.register_fake(torch.ops.kvengine.block_linears.default, _empty_block_product)
+    library.register_fake(torch.ops.kvengine.block_weights.default, _empty_weights)
 
 
 def _products() -> list[Any]:
     operators = torch.ops.kvengine
-    return [operators.linears.default, operators.int8_linears.default, operators.int4_linears.default]
+    return [operators.linears.default, operators.block_linears.default]
 
 
-def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], *_: object) -> torch.Tensor:
+def _empty_product(input: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+def _empty_block_product(input: torch.Tensor, codes: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:
+    return input.new_empty(*input.shape[:-1], sum(some.shape[0] * some.shape[-1] for some in scales))
+
+
+def _empty_weights(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    blocks, groups, _, outs = scales.shape
+    return codes.new_empty(blocks * outs, groups * 32, dtype=torch.float32)
 
 
 def _weights(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -64,8 +79,10 @@ def _input(node: torch.fx.Node) -> object:
     return (view.args[0], str(view.args[1])) if is_view else view
 
 
-def _options(node: torch.fx.Node) -> tuple[object, ...]:
-    return tuple(one for one in node.args[1:] if not isinstance(one, list))
+def _bytes_of_group(node: torch.fx.Node) -> int:
+    """Of codes: products that are joined have as many bits."""
+    weight = _weights(node)[0].meta["val"]
+    return int(weight.shape[2]) if node.target == torch.ops.kvengine.block_linears.default else 0
 
 
 def _is_given(tensor: torch.fx.Node) -> bool:
@@ -76,7 +93,7 @@ def _is_given(tensor: torch.fx.Node) -> bool:
 def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
     """One product in place of `nodes`, with a slice of its outputs for each."""
     weights = map(list, zip(*map(_weights, nodes), strict=True))
-    arguments = (nodes[0].args[0], *weights, *_options(nodes[0]))
+    arguments = (nodes[0].args[0], *weights)
     with graph.inserting_before(nodes[0]):
         joined = _call(graph, nodes[0].target, arguments)
         begin = 0

@@ -17,69 +17,91 @@ from caches.platform.accelerate_hooks import is_dispatched
 from caches.platform.transformers_api import plan_name
 from caches.platform.warn_once import warn_once
 from engine.errors import OptionError
-from engine.kernels.low_bit_linears import GROUP, Int4Linear, Int8Embedding, Int8Linear, LowBitLinear, scaled
+from engine.kernels.block_codes import eight_bits
+from engine.kernels.low_bit_linears import ENCODERS, LowBitEmbedding, LowBitLinear, scaled
 
 _MUCH = 0.25  # share of the bytes in full from which on there is a warning
-KINDS: dict[str, type[Int8Linear] | type[Int4Linear]] = {"int8": Int8Linear, "int4": Int4Linear}
 
 
 def convert_linears(model: PreTrainedModel, weights: str) -> None:
     """Replace the linear layers of a model by those with `weights`, "int8" or "int4", one after the other.
 
     Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
-    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do layers
-    of a width that torch's operator does not take (4 bits: no multiple of 64), adapters, and layers whose weights a
-    model reads by itself. Raises `OptionError` if there is none to replace, or some have another number of bits.
+    codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do
+    adapters and layers whose weights a model reads by itself. Raises `OptionError` if there is none to replace, or some
+    have another number of bits.
     """
     known = [module for module in model.modules() if isinstance(module, LowBitLinear)]
-    tied_heads = [module.head for module in model.modules() if isinstance(module, Int8Embedding)]
-    if any(type(module) is not KINDS[weights] and module not in tied_heads for module in known):
+    tied_heads = [module.head for module in model.modules() if isinstance(module, LowBitEmbedding)]
+    if any(module.encode is not ENCODERS[weights] and module not in tied_heads for module in known):
         raise OptionError(
             f"weights={weights!r}, but linear layers of this {type(model).__name__} were converted to another number "
             "of bits already: load it again"
         )
     if is_dispatched(model) or any(tensor.device.type != "cpu" for tensor in model.parameters()):
         raise OptionError(
-            f"weights={weights!r}: torch's products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
+            f"weights={weights!r}: products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
         )
-    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    read = read_layers()
-    adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
-    linears = {name: module for name, module in model.named_modules()
-               if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in read}  # fmt: skip
-    del adapters
+    linears = linears_of(model)
     replaced = len(known)
     with torch.no_grad():
         for name in list(linears):
             module = linears.pop(name)  # its weights are freed once it is replaced
-            tied = [path for path, table in tables.items() if table.weight is getattr(module, "weight", None)]
-            if others := [type(tables[path]).__name__ for path in tied if not _only_scales(tables[path])]:
-                warn_once(
-                    f"weights={weights!r}: {name} of {type(model).__name__} keeps its weights in full, because the "
-                    f"{others[0]} that shares them does more than look them up"
-                )
+            tied = tables_tied_to(model, module)
+            encode = eight_bits if tied else ENCODERS[weights]
+            if (reason := why_in_full(model, tied)) is not None:
+                warn_once(f"weights={weights!r}: {name} of {type(model).__name__} keeps its weights in full, {reason}")
                 continue
-            if tied:
-                head = Int8Linear(_weight(module), module.bias)
-                _replace(model, name, head)
-                for path in tied:
-                    _replace(model, path, Int8Embedding(tables.pop(path), head))
-            elif weights == "int8" or _width(module) % GROUP == 0:
-                _replace(model, name, KINDS[weights](_weight(module), module.bias))
-            else:
-                continue
+            weight, bias = _weight(module), getattr(module, "bias", None)
+            replace_linear(model, name, LowBitLinear(encode(weight), weight, bias, encode), tied)
+            del weight
             replaced += 1
     if replaced == 0:
         raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
     _warn_of_rest(model, weights)
-    if next(model.parameters(), None) is None:  # transformers reads the model's data type and device from the first one
+    keep_data_type(model)
+
+
+def linears_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The linear layers whose weights may become codes, by name: no adapters, and none that a model reads by itself."""
+    read = read_layers()
+    adapters = {inner for module in model.modules() for inner in _of_adapters(module)}
+    return {name: module for name, module in model.named_modules()
+            if _is_linear(module) and module not in adapters and name.rpartition(".")[2] not in read}  # fmt: skip
+
+
+def tables_tied_to(model: PreTrainedModel, linear: nn.Module) -> list[str]:
+    """The names of the embeddings that share their weights with a linear layer."""
+    weight = getattr(linear, "weight", None)
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return [name for name, table in tables.items() if table.weight is weight]
+
+
+def why_in_full(model: PreTrainedModel, tables: list[str]) -> str | None:
+    """Why an output layer that is tied to the embeddings `tables` has to keep its weights; None where it has not."""
+    modules = [model.get_submodule(name) for name in tables]
+    others = [type(module).__name__ for module in modules if not only_scales(module)]
+    return f"because the {others[0]} that shares them does more than look them up" if others else None
+
+
+def replace_linear(model: PreTrainedModel, name: str | None, layer: LowBitLinear, tables: list[str]) -> None:
+    """Put `layer` in the place of a linear layer, if there is one, and embeddings that read it in that of `tables`."""
+    if name is not None:
+        model.set_submodule(name, layer.eval())
+    for path in tables:
+        model.set_submodule(path, LowBitEmbedding(model.get_submodule(path), layer).eval())
+
+
+def keep_data_type(model: PreTrainedModel) -> None:
+    """Leave a parameter in a model of codes alone: transformers reads the data type and device from the first one."""
+    if next(model.parameters(), None) is None:
         dtype = next(module.weight.dtype for module in model.modules() if isinstance(module, LowBitLinear))
         model.register_parameter(
             "low_bit_dtype", nn.Parameter(torch.empty(0, dtype=dtype, device="cpu"), requires_grad=False)
         )
 
 
-def _only_scales(table: nn.Embedding) -> bool:
+def only_scales(table: Any) -> bool:
     """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
     if type(table) is nn.Embedding:
         return True
@@ -99,10 +121,9 @@ def _warn_of_rest(model: PreTrainedModel, weights: str) -> None:
     converted = sum(module.weight.nbytes for module in model.modules() if isinstance(module, LowBitLinear))
     share = kept.total() / (kept.total() + converted)
     if share > _MUCH:
-        widths = f", with weights='int4' those of widths that are multiples of {GROUP}" if weights == "int4" else ""
         warn_once(
             f"weights={weights!r}: {100 * share:.0f} % of the bytes of {type(model).__name__} without its embeddings "
-            f"stay as they are, most of them in {kept.most_common(1)[0][0]}. Only linear layers are converted{widths}"
+            f"stay as they are, most of them in {kept.most_common(1)[0][0]}. Only linear layers are converted"
         )
 
 
@@ -121,10 +142,6 @@ def _is_linear(module: Any) -> bool:
     return (library, kind) in (("optimum", "QLinear"), ("hqq", "HQQLinear"))
 
 
-def _width(module: Any) -> int:
-    return module.nx if type(module) is Conv1D else module.in_features
-
-
 def _weight(module: Any) -> torch.Tensor:
     """The weights of a linear layer, [outs, width]."""
     if type(module) is nn.Linear:
@@ -132,8 +149,3 @@ def _weight(module: Any) -> torch.Tensor:
     if type(module) is Conv1D:
         return module.weight.detach().T.contiguous()
     return module.dequantize() if type(module).__name__ == "HQQLinear" else module.qweight.dequantize()
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module.eval())

@@ -9,12 +9,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
@@ -30,8 +34,9 @@ from caches.platform.torch_api import inside_compiled
 from caches.platform.warn_once import warn_once
 from configs import EngineConfig
 from engine.errors import EngineError, InputError, OptionError
+from engine.loading.gguf import load_codes, settings_of
 from engine.loading.location import ADAPTER, GGUF, locate
-from engine.loading.placement import check_here, read_dtype
+from engine.loading.placement import check_here, is_on_cpu, read_dtype
 from engine.parallel.tensor_parallel import arguments_of_part
 
 _IN_WORDS = (OSError, ValueError, ImportError, SafetensorError)  # whose texts say what happened
@@ -41,12 +46,16 @@ SHIPPED_MODEL = Path(__file__).parents[1] / "shipped"
 
 
 def load(
-    model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase, config: EngineConfig
+    model: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: EngineConfig,
+    reads_images: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer), loaded if `model` is a local path or a hub id; else the model without its wrappers.
 
-    tokenizer: None loads the model's. Raises `InputError` if `model` is neither or cannot be loaded, `OptionError` for
-    an unknown data type and a missing device.
+    tokenizer: None loads the model's. reads_images: with what reads images, where a model can be loaded without it.
+    Raises `InputError` if `model` is neither or cannot be loaded, `OptionError` for an unknown data type and a missing
+    device.
     """
     if not isinstance(model, (str, Path)):
         if config.tp > 1:
@@ -55,6 +64,8 @@ def load(
     dtype = config.dtype if config.dtype == "auto" else read_dtype(config.dtype)
     check_here(config.device_map)
     model, trust = _source(model)
+    if "gguf_file" in trust and config.tp == 1:
+        return _load_gguf(Path(model, str(trust["gguf_file"])), tokenizer, dtype, config)
     trust["trust_remote_code"] = config.trust_remote_code  # without a value, transformers asks on standard input
     remedy = (
         "which may not run by default: read that code, then load the model with Generator(..., "
@@ -64,7 +75,7 @@ def load(
         where: dict[str, object] = {"device_map": config.device_map}
         try:
             model_config = AutoConfig.from_pretrained(model, **trust)
-            model_class = auto_class(model_config)
+            model_class = auto_class(model_config, reads_images)
         except ValueError:  # an adapter's folder has the model's name in another file
             model_config, model_class = None, AutoModelForCausalLM
         if tokenizer is None:
@@ -74,24 +85,48 @@ def load(
             if model_config is None:
                 raise InputError(f"tp={config.tp} splits a model's weights, and {str(model)!r} is an adapter")
             where = arguments_of_part(model_config, config.tp)
-        loaded, loading_info = model_class.from_pretrained(
-            model, dtype=dtype, output_loading_info=True, **where, **trust
-        )
+        return _loaded(model_class, model, dtype=dtype, **where, **trust), tokenizer
+
+
+def _loaded(model_class: Any, source: str | Path, **options: object) -> PreTrainedModel:
+    """What `from_pretrained` makes of it, with a warning where weights are missing."""
+    model, loading_info = model_class.from_pretrained(source, output_loading_info=True, **options)
     if missing := sorted(loading_info["missing_keys"]):
         warn_once(
-            f"{len(missing)} weights of the model are not in {str(model)!r} (the first is {missing[0]}): they are "
+            f"{len(missing)} weights of the model are not in {str(source)!r} (the first is {missing[0]}): they are "
             "random, so its text is too. Does config.json belong to these weights?"
         )
-    return loaded.eval(), tokenizer
+    return model.eval()
 
 
-def load_with_adapter(model: str | Path, adapter: Path, config: EngineConfig) -> tuple[PreTrainedModel, object]:
+def _load_gguf(
+    file: Path, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype | str, config: EngineConfig
+) -> tuple[PreTrainedModel, Any]:
+    """As `load`, of a GGUF file."""
+    with _errors_in_one_line(file, "which a GGUF file cannot"), settings_of(file) as settings:
+        if tokenizer is None:
+            with _errors_of_tokenizer(str(file)):
+                tokenizer = AutoTokenizer.from_pretrained(settings)
+        model_config = AutoConfig.from_pretrained(settings)
+        model_class = auto_class(model_config)
+        if config.weights == "file" and is_on_cpu(config.device_map):
+            of_others = dtype if isinstance(dtype, torch.dtype) else torch.float32
+            loaded = load_codes(file, model_config, model_class, of_others)
+            if loaded is not None:
+                return loaded.eval(), tokenizer
+        options = {"gguf_file": file.name, "device_map": config.device_map}
+        return _loaded(model_class, file.parent, dtype=dtype, **options), tokenizer
+
+
+def load_with_adapter(
+    model: str | Path, adapter: Path, config: EngineConfig, reads_images: bool = False
+) -> tuple[PreTrainedModel, object]:
     """(model, tokenizer) as of `load`, with the adapter of PEFT in that folder. Raises as `load`."""
     if config.tp > 1:
         raise OptionError(f"tp={config.tp} splits a model's weights, and not an adapter's: leave one of them out")
     if not (adapter / ADAPTER).is_file():
         raise InputError(f"{str(adapter)!r} has no {ADAPTER}: give the folder that PEFT's save_pretrained wrote")
-    loaded, tokenizer = load(model, None, config)
+    loaded, tokenizer = load(model, None, config, reads_images)
     with _errors_in_one_line(adapter, "which never runs for an adapter"):
         loaded.load_adapter(str(adapter))
     return loaded.eval(), tokenizer
@@ -171,8 +206,12 @@ def _out_of_peft(model: PreTrainedModel) -> PreTrainedModel:
     return tuner.model
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig, reads_images: bool = False) -> Any:
     """transformers' auto class for the text-generating model of this configuration."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and (
+        reads_images or not (config.is_encoder_decoder or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+    ):
+        return AutoModelForImageTextToText
     if not config.is_encoder_decoder:
         return AutoModelForCausalLM
     texts = type(config) in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
@@ -187,6 +226,9 @@ def load_config(model: str | Path) -> PreTrainedConfig:
     )
     model, options = _source(model)
     with _errors_in_one_line(model, remedy):
+        if "gguf_file" in options:
+            with settings_of(Path(model, str(options["gguf_file"]))) as settings:
+                return AutoConfig.from_pretrained(settings)
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **options)
 
 

@@ -43,3 +43,10 @@ def check_here(device_map: str) -> None:
     name = device.type if device.index is None or device.type == "cpu" else str(device)
     if device.type != "meta" and name not in devices and f"{name}:0" not in devices:
         raise OptionError(f"there is no device {device_map!r} here: torch finds {', '.join(devices)}")
+
+
+def is_on_cpu(device_map: str) -> bool:
+    """Whether a model that is loaded with `device_map` is on the CPU as a whole."""
+    if device_map in _SPREADS:
+        return torch.accelerator.current_accelerator(check_available=True) is None
+    return read_device(device_map).type == "cpu"

@@ -12,8 +12,8 @@ from typing import cast
 import caches
 from caches import EngineCache
 from caches.attention.dispatch import FEW_TOKENS
-from caches.attention.fused import QuantizedSegment
 from caches.attention.kv_view import KeyValueView, rows_of
+from caches.attention.segments import DenseSegment
 from caches.core.layer import Layer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.protocol import attention_view
@@ -183,7 +183,7 @@ class DryRun:
                 for segment in rows_of(view).segments():
                     # For few queries there are kernels, where attention takes segments at all.
                     in_full = tokens > 1 or not self._footprint.shares[write.part]
-                    if in_full and isinstance(segment, QuantizedSegment):
+                    if in_full and not isinstance(segment, DenseSegment):
                         segment.materialize()
             if tokens > FEW_TOKENS:  # then attention reads a quantized or offloaded layer as one tensor
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)

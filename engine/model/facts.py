@@ -28,6 +28,7 @@ from engine.model import rope_frequencies, trials
 from engine.model.model_lock import turn_of
 from engine.version import __version__
 
+_HARDLY = "rounding changes logits as much as earlier tokens do"
 _METHOD = 2  # version of the trials: answers of other versions are ignored
 _CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 Answer: TypeAlias = "bool | str | None"
@@ -100,6 +101,12 @@ class ModelFacts:
     def why_not_cut(self) -> str | None:
         """Why a text that is read in two calls, or two pieces, is another one than read at once."""
         return self._why("cut", _cut)
+
+    @property
+    def why_not_scored(self) -> str | None:
+        """As `why_not_cut`, but None where earlier tokens hardly change logits: there pieces do not either."""
+        reason = self.why_not_cut
+        return None if reason is None or reason.endswith(_HARDLY) else reason
 
     @property
     def why_not_padded(self) -> str | None:
@@ -217,7 +224,7 @@ class ModelFacts:
         if failure is not None:
             return f"it may be that {not_so}: the trial failed ({in_words(failure)})", False
         if answer is None:
-            return f"it may be that {not_so}: rounding changes logits as much as earlier tokens do", False
+            return f"it may be that {not_so}: {_HARDLY}", False
         return (answer if isinstance(answer, str) else "" if answer else not_so), True
 
     def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,11 +23,13 @@ from engine.errors import EngineError, InputError, OptionError
 from engine.model.model_lock import reader_now
 from engine.output.hf_streamers import ending
 from engine.prompt import EncodedPrompt
+from engine.request.inputs.checks import PositionsError
 from engine.result import Generation, StreamChunk
-from engine.reuse.conversation import Conversation, Message, TemplateText, flat
+from engine.reuse.conversation import Conversation, Message, TemplateText, as_message, flat
 from engine.reuse.resume_points import ResumePoints
 from engine.reuse.room import SIZES, HasModel, with_room_for
 from engine.reuse.token_index import common
+from engine.reuse.turn import WHEN_FULL, Instead, Turn, checked
 from engine.streaming import Stream
 
 _LEAST_ROOM = 512  # tokens, of a cache of fixed size
@@ -47,6 +49,8 @@ class Chat:
     ----------
     messages : tuple of dict
         The conversation so far, "role" and "content".
+    left_out : int
+        How many messages were left out where the model's length was reached, with `when_full="drop"`.
     cache : EngineCache or None
         The live cache; None before the first turn and for backends without one.
     last : Generation or None
@@ -56,26 +60,26 @@ class Chat:
     def __init__(
         self,
         generator: HasModel,
-        start: Callable[[Any, dict[str, Any], dict[str, Any], FindPauses], Stream],
-        system: str | None,
-        cache: Any,
-        cache_config: Any,
+        start: Callable[[Any, dict[str, Any], Instead, FindPauses], Stream],
+        messages: tuple[Message, ...],
+        backend: dict[str, Any],
         parameters: dict[str, Any],
+        when_full: str,
     ):
-        """start: of a stream of the generator: see `Generator._start_turn`."""
+        """start: of a stream of the generator: see `Generator._start_turn`. backend: "cache" and "cache_config"."""
         if generator.tokenizer is None:
             raise OptionError("a chat needs a tokenizer: Generator(model, tokenizer)")
         if generator.model.config.is_encoder_decoder:
             raise OptionError("a chat needs a model whose prompt and answer are one text, and this one has an encoder")
-        if not isinstance(system, str | None):
-            raise InputError(f"a system message is a text, not {system!r:.80}")
-        self._generator, self._start, self._parameters = generator, start, _checked(parameters)
-        self._backend = {"cache": cache, "cache_config": cache_config}
-        messages = () if system is None else ({"role": "system", "content": system},)
+        if when_full not in WHEN_FULL:
+            raise OptionError(f"when_full={when_full!r}, but it is one of {', '.join(WHEN_FULL)}")
+        self._generator, self._start, self.parameters = generator, start, parameters
+        self._backend, self._when_full, self.left_out = backend, when_full, 0
         self._conversation = Conversation(generator.tokenizer, messages)
         self._resume_points = ResumePoints(generator)
         self._turn_lock = threading.Lock()
         self.cache: Any = None
+        cache = backend["cache"]
         if isinstance(cache, (EngineCache, TransformersCache)):
             if not can_migrate(cache):
                 raise OptionError("a chat keeps a cache of this package: give the name of one, such as cache='dynamic'")
@@ -86,6 +90,27 @@ class Chat:
     @property
     def messages(self) -> tuple[Message, ...]:
         return self._conversation.messages
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Those of every turn. Others may be assigned; a turn that cannot have them raises."""
+        return dict(self._parameters)
+
+    @parameters.setter
+    def parameters(self, parameters: dict[str, Any]) -> None:
+        self._parameters = checked(dict(parameters))
+
+    @property
+    def system(self) -> str | None:
+        """The system message. Another one may be assigned between two turns: the next one reads all messages again."""
+        return self._conversation.system
+
+    @system.setter
+    def system(self, system: str | None) -> None:
+        with self._between_turns():
+            conversation = self._conversation.with_system(system)
+            conversation.ids((*conversation.messages, as_message("x")))  # a template may refuse it
+            self._conversation = conversation
 
     def __repr__(self) -> str:
         tokens = 0 if self.cache is None else self.cache.total_tokens
@@ -113,7 +138,7 @@ class Chat:
     def stream(self, message: str | Message, **parameters: Any) -> Iterator[StreamChunk]:
         """`send`, chunk by chunk. When the iterator is closed, the answer so far is the answer."""
         with self._ending(parameters):
-            asked = _as_message(message)
+            asked = as_message(message)
         return self._turn(lambda: (*self.messages, asked), parameters)
 
     def retry(self, **parameters: Any) -> Generation:
@@ -129,13 +154,19 @@ class Chat:
     def edit(self, message: str | Message, **parameters: Any) -> Generation:
         """The answer to another message in place of the last one."""
         with self._ending(parameters):
-            asked = _as_message(message)
+            asked = as_message(message)
         return self._to_end(self._turn(lambda: (*self._before_last_question(), asked), parameters))
 
     def undo(self) -> None:
         """Remove the last message and its answer."""
         with self._between_turns():
             self._conversation = replace(self._conversation, messages=self._before_last_question())
+
+    def clear(self) -> None:
+        """Remove all messages but the system message."""
+        with self._between_turns():
+            messages = self.messages[: int(self.system is not None)]
+            self._conversation, self.last = replace(self._conversation, messages=messages, begun={}), None
 
     def _before_last_answer(self) -> tuple[Message, ...]:
         if not self.messages or self.messages[-1]["role"] != "assistant":
@@ -176,23 +207,14 @@ class Chat:
         self, find_messages: Callable[[], tuple[Message, ...]], arguments: dict[str, Any]
     ) -> Iterator[StreamChunk]:
         with self._ending(arguments):
-            messages, parameters = find_messages(), self._parameters | _checked(arguments) | _ONE_ANSWER
+            messages, parameters = find_messages(), self._parameters | checked(arguments) | _ONE_ANSWER
             if not self._conversation.has_template:
                 parameters = parameters | {"stop_strings": [_PLAIN_STOP, *self._stop_strings(parameters)]}
-            options = TemplateOptions.of({name: parameters.get(name) for name in OPTIONS}).resolved(messages)
-            asked = self._conversation.ids(messages, options)
-            ids = torch.tensor([flat(asked)], device="cpu")
-            self.cache = self._resume_points.go_back(self.cache, ids[0])
-            if self.cache is not None:
-                # Before the turn starts: one that fails ends the caller's streamer.
-                self.cache = with_room_for(self.cache, self._generator, EncodedPrompt(ids, is_chat=True), parameters)
-        cache_options = self._backend if self.cache is None else {"cache": self.cache}
-        # A strategy may not be able to go on from a cache.
-        instead = self._without_size if self.cache is not None and self.cache.total_tokens else {}
-        pauses = partial(self._resume_points.pauses, partial(self._ends, messages, ids[0]))
-        prompt = EncodedPrompt(ids, is_chat=True, stops_in_prompt=False)  # which the template has made
-        chunks = self._start(prompt, cache_options | parameters, instead, pauses)
-        finish = partial(self._finish, messages, asked, bool(options.continue_final_message))
+            turn = Turn(messages, parameters)
+            self._read(turn)
+        pauses = partial(self._resume_points.pauses, partial(self._ends, turn))
+        chunks = self._start(*self._call_of(turn), partial(self._instead, turn), pauses)
+        finish = partial(self._finish, turn)
         try:
             yield from chunks
         except (GeneratorExit, KeyboardInterrupt):
@@ -203,6 +225,52 @@ class Chat:
             self.cache = _engine_cache(chunks.result())  # what was read stays there
             raise
         finish(chunks.result())
+
+    def _read(self, turn: Turn) -> None:
+        """Find the ids of the turn's messages, and go back to where the cache has what they begin with."""
+        options = TemplateOptions.of({name: turn.parameters.get(name) for name in OPTIONS}).resolved(turn.messages)
+        turn.asked, turn.continues = (
+            self._conversation.ids(turn.messages, options),
+            bool(options.continue_final_message),
+        )
+        turn.ids = torch.tensor([flat(turn.asked)], device="cpu")
+        self.cache = self._resume_points.go_back(self.cache, turn.ids[0])
+        if self.cache is not None:
+            # Before the turn starts: one that fails ends the caller's streamer.
+            prompt = EncodedPrompt(turn.ids, is_chat=True)
+            self.cache = with_room_for(self.cache, self._generator, prompt, turn.parameters)
+
+    def _call_of(self, turn: Turn) -> tuple[EncodedPrompt, dict[str, Any]]:
+        """Inputs and arguments of `generate`."""
+        cache_options = self._backend if self.cache is None else {"cache": self.cache}
+        prompt = EncodedPrompt(turn.ids, is_chat=True, stops_in_prompt=False)  # which the template has made
+        return prompt, cache_options | turn.parameters | (self._without_size if turn.starts_anew else {})
+
+    def _instead(self, turn: Turn, error: EngineError) -> tuple[EncodedPrompt, dict[str, Any]] | None:
+        """Another call for a turn that was refused. Raises `InputError` where the model's length is reached."""
+        if isinstance(error, PositionsError):
+            turn.leave_out(self._how_many_to_leave_out(turn, error))
+            self._read(turn)
+            return self._call_of(turn)
+        # A strategy may not be able to go on from a cache.
+        if not isinstance(error, OptionError) or turn.starts_anew or self.cache is None or not self.cache.total_tokens:
+            return None
+        turn.starts_anew = True
+        return self._call_of(turn)
+
+    def _how_many_to_leave_out(self, turn: Turn, error: PositionsError) -> int:
+        reason, _, _ = str(error).partition(":")
+        count = self._conversation.how_many_to_leave_out(turn.messages, error.room)
+        if not count:
+            raise InputError(
+                f"{reason}: send a shorter message, or ask for a shorter answer (max_new_tokens)"
+            ) from error
+        if self._when_full == "stop":
+            raise InputError(
+                f"the conversation has reached the model's length ({reason}): take turns back with undo() or clear(), "
+                "ask for a shorter answer (max_new_tokens), or leave out the oldest turns with when_full='drop'"
+            ) from error
+        return count
 
     def _stop_strings(self, parameters: dict[str, Any]) -> list[str]:
         """Those of the parameters, else of their generation config, else of the model's."""
@@ -222,14 +290,13 @@ class Chat:
         options = {option: value for option, value in options.items() if option not in SIZES}
         return {"cache": name, "cache_config": options or None}
 
-    def _finish(
-        self, messages: tuple[Message, ...], asked: tuple[TemplateText, ...], continues: bool, out: Generation
-    ) -> None:
+    def _finish(self, turn: Turn, out: Generation) -> None:
         self.last, self.cache = out, _engine_cache(out)
         assert out.text is not None
         has_end = out.finish_reasons[0] == "eos"
-        self._conversation = self._conversation.answered(
-            messages, asked, out.text[0], out.tokens[0], has_end, continues
+        self.left_out += turn.left_out
+        self._conversation = self._conversation.without(turn.left_out).answered(
+            turn.messages, turn.asked, out.text[0], out.tokens[0], has_end, turn.continues
         )
 
     # The cache.
@@ -259,8 +326,9 @@ class Chat:
             self._backend = {"cache": cache, "cache_config": options or None}
             self._resume_points.clear()
 
-    def _ends(self, messages: tuple[Message, ...], ids: torch.Tensor) -> set[int]:
-        """How many of the ids [tokens] are read up to the end of the system message, and of the last message."""
+    def _ends(self, turn: Turn) -> set[int]:
+        """How many of the ids are read up to the end of the system message, and of the last message."""
+        messages, ids = turn.messages, turn.ids[0]
         system_messages = messages[: int(messages[0]["role"] == "system")]
         return {self._end_of(system_messages, ids), self._end_of(messages, ids)}
 
@@ -274,7 +342,8 @@ class Chat:
     def fork(self) -> Chat:
         """A second conversation that begins as this one. Both caches read what there is now in one place."""
         with self._between_turns():
-            chat = Chat(self._generator, self._start, None, **self._backend, parameters=self._parameters)
+            chat = Chat(self._generator, self._start, (), self._backend, self._parameters, self._when_full)
+            chat.left_out = self.left_out
             chat._conversation, chat.last = self._conversation, self.last
             if self.cache is not None:
                 chat.cache = branch(self.cache)
@@ -314,32 +383,6 @@ class Chat:
             self._conversation = Conversation(self._generator.tokenizer, messages, segments, begun)
             self._resume_points.clear()
             self.last = None
-
-
-def _checked(parameters: dict[str, Any]) -> dict[str, Any]:
-    for name, reason in _REFUSED.items():
-        if name in parameters:
-            raise OptionError(f"{name} cannot apply to a chat, {reason}")
-    return parameters
-
-
-_REFUSED = {
-    "num_return_sequences": "whose turn has one answer: leave it out",
-    "inputs": "whose turn has a message: give it first",
-    "tokenizer": "which has that of its generator: Generator(model, tokenizer)",
-    **dict.fromkeys(
-        ("cache", "cache_config", "max_cache_len", "cache_implementation", "past_key_values"),
-        "whose turns have one cache: Chat.use() puts it in another backend",
-    ),
-}
-
-
-def _as_message(message: str | Message) -> Message:
-    if isinstance(message, str):
-        return {"role": "user", "content": message}
-    if not isinstance(message, Mapping) or "role" not in message:
-        raise InputError(f"a message is a text or a mapping with 'role' and 'content', not {message!r:.80}")
-    return dict(message)
 
 
 def _as_list(strings: str | Iterable[str] | None) -> list[str]:

@@ -5,10 +5,10 @@ tokenized again, as that may give other tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from engine.chat_template import CLOSED, TemplateOptions, ids_of, special_tokens, written
+from engine.chat_template import CLOSED, DEFAULTS, TemplateOptions, ids_of, special_tokens, written
 from engine.errors import InputError
 
 Message = dict[str, Any]
@@ -38,6 +38,12 @@ class Conversation:
     begun: Mapping[int, Any] = field(default_factory=dict)
 
     @property
+    def system(self) -> str | None:
+        """The content of the system message; None without one."""
+        is_first = bool(self.messages) and self.messages[0]["role"] == "system"
+        return self.messages[0].get("content") if is_first else None
+
+    @property
     def has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
 
@@ -59,6 +65,38 @@ class Conversation:
             ids = ids_of(self.tokenizer, suffix, options) if self.has_template else self._plain_ids(suffix, begins)
             segments.append(TemplateText(suffix, tuple(ids)))
         return tuple(segments)
+
+    def how_many_to_leave_out(self, messages: Sequence[Message], room: int) -> int:
+        """How many messages behind the system message to leave out, whole turns, where `room` tokens are too few.
+
+        The others take half of these, so that not every turn leaves some out and reads the rest again; the last turn
+        stays. 0 if there is no other.
+        """
+        begins, count = _begin_of_turns(messages), 0
+        for begin in begins[1:]:
+            count = begin - begins[0]
+            rest = [*messages[: begins[0]], *messages[begin:]]
+            if len(flat(self.ids(rest, DEFAULTS))) <= room // 2:
+                break
+        return count
+
+    def without(self, count: int) -> Conversation:
+        """The same without the first `count` messages behind the system message."""
+        first = int(self.system is not None)
+        end = first + count
+        begun = {
+            number - count * (number >= end): content
+            for number, content in self.begun.items()
+            if not first <= number < end
+        }
+        return replace(self, messages=(*self.messages[:first], *self.messages[end:]), begun=begun)
+
+    def with_system(self, system: str | None) -> Conversation:
+        """The same with another system message. Raises `InputError` if it is no text."""
+        others, first = self.messages[int(self.system is not None) :], history(system, None)
+        moved = len(first) + len(others) - len(self.messages)
+        begun = {number + moved: content for number, content in self.begun.items()}
+        return replace(self, messages=(*first, *others), begun=begun)
 
     def _text(self, messages: Sequence[Message], options: TemplateOptions) -> str:
         if self.has_template:
@@ -121,6 +159,35 @@ class Conversation:
 
     def _text_of(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def as_message(message: str | Mapping[str, Any]) -> Message:
+    """A text is a user's. Raises `InputError`."""
+    if isinstance(message, str):
+        return {"role": "user", "content": message}
+    if not isinstance(message, Mapping) or "role" not in message:
+        raise InputError(f"a message is a text or a mapping with 'role' and 'content', not {message!r:.80}")
+    return dict(message)
+
+
+def history(system: str | None, messages: Sequence[Mapping[str, Any]] | None) -> tuple[Message, ...]:
+    """The messages that a chat begins with. Raises `InputError`."""
+    if not isinstance(system, str | None):
+        raise InputError(f"a system message is a text, not {system!r:.80}")
+    if messages is not None and (isinstance(messages, str | Mapping) or not isinstance(messages, Sequence)):
+        raise InputError(f"messages= is a list of mappings with 'role' and 'content', not {messages!r:.80}")
+    earlier = tuple(map(as_message, messages or ()))
+    if system is not None and any(message["role"] == "system" for message in earlier):
+        raise InputError("the system message was given twice: as system and in messages: leave one of them out")
+    if earlier and earlier[-1]["role"] == "user":
+        raise InputError("the last of the messages is a user's and has no answer yet: leave it out, and send() it")
+    return earlier if system is None else ({"role": "system", "content": system}, *earlier)
+
+
+def _begin_of_turns(messages: Sequence[Message]) -> list[int]:
+    """The numbers of the messages with which turns begin: the first behind the system message, and each of a user."""
+    first = int(bool(messages) and messages[0]["role"] == "system")
+    return [first, *(number for number in range(first + 1, len(messages)) if messages[number]["role"] == "user")]
 
 
 def _joined(content: Any, shown: str, answer: str) -> Any:

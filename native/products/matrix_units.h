@@ -79,33 +79,10 @@ inline __m512 upper_half(__m512 of) {
   return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(of), _mm512_set1_epi32(0xFFFF0000)));
 }
 
-// Rows and columns of 16 x 16 values of 4 bytes are swapped.
-inline void swap_sides(__m512i (&rows)[16]) {
-  __m512i other[16];
-  for (int i = 0; i < 16; i += 2) {
-    other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-    other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int half = 0; half < 2; half++) {
-      rows[i + 2 * half] = _mm512_unpacklo_epi64(other[i + half], other[i + 2 + half]);
-      rows[i + 2 * half + 1] = _mm512_unpackhi_epi64(other[i + half], other[i + 2 + half]);
-    }
-  for (int i = 0; i < 4; i++)
-    for (int half = 0; half < 2; half++) {
-      other[i + 8 * half] = _mm512_shuffle_i32x4(rows[i + 8 * half], rows[i + 4 + 8 * half], 0x88);
-      other[i + 4 + 8 * half] = _mm512_shuffle_i32x4(rows[i + 8 * half], rows[i + 4 + 8 * half], 0xDD);
-    }
-  for (int i = 0; i < 8; i++) {
-    rows[i] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0x88);
-    rows[i + 8] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0xDD);
-  }
-}
-
-// Codes of 64 outputs for some inputs: four tiles for each 32 inputs. A pair is an input and the one 16 further on.
+// Codes of 64 outputs for 32 inputs: four tiles. A pair is an input and the one 16 further on.
 struct CodeTiles {
   const char* tiles;
-  const Lanes *scales, *offsets;  // [4] each: weights = codes * scales + offsets. Null: weights = codes
+  const Lanes *scales, *offsets;  // [4] each: weights = codes * scales + offsets. No offsets: null
 };
 
 // Blocks of 32 inputs.
@@ -117,13 +94,11 @@ struct Slice {
 class InputTiles {
  public:
   static constexpr int64_t most_rows = 224, most_blocks = 24;  // of a slice, which is 1 MB: half of a core's cache
-  const int64_t rows, width, group, strips, blocks;
+  const int64_t rows, width, strips, blocks;
 
-  // group: inputs of which there are sums, for offsets
-  InputTiles(const Rows& input, int64_t group)
-      : rows(input.count), width(input.width), group(group), strips((rows + side - 1) / side),
-        blocks((width + depth - 1) / depth), tiles(aligned<char>(strips * blocks * parts * bytes_of_tile)),
-        sums_of_groups(new float[(width + group - 1) / group * strips * side]) {
+  explicit InputTiles(const Rows& input)
+      : rows(input.count), width(input.width), strips((rows + side - 1) / side), blocks((width + depth - 1) / depth),
+        tiles(aligned<char>(strips * blocks * parts * bytes_of_tile)), sums_of_blocks(new float[blocks * strips * side]) {
     torch::stable::parallel_for(0, strips, 1, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin * side; row < end * side; row++) split(input.values + row * input.stride, row);
     });
@@ -132,43 +107,36 @@ class InputTiles {
   // Of 64 outputs: [strips, 4, 16, 16].
   std::unique_ptr<float, Freed> new_sums() const { return aligned<float>(strips * 4 * side * side); }
 
-  // Calls `multiply(slice)` for slices of `unit` blocks, or a multiple of them.
+  // Calls `multiply(slice)` for slices of the blocks.
   template <class Multiply>
-  void by_slices(int64_t unit, Multiply multiply) const {
-    const int64_t slices = (blocks + most_blocks - 1) / most_blocks;
-    const int64_t some = ((blocks + slices - 1) / slices + unit - 1) / unit * unit;
+  void by_slices(Multiply multiply) const {
+    const int64_t slices = (blocks + most_blocks - 1) / most_blocks, some = (blocks + slices - 1) / slices;
     for (int64_t block = 0; block < blocks; block += some) multiply(Slice{block, std::min(block + some, blocks)});
   }
 
-  // The products of some blocks, added to `sums`. Those of the slice's first blocks are written.
-  void multiply(const Slice& slice, int64_t block, int64_t some, const CodeTiles& weights, float* sums) const {
+  // The products of a block, added to `sums`. Those of the slice's first block are written.
+  void multiply(const Slice& slice, int64_t block, const CodeTiles& weights, float* sums) const {
     alignas(64) float found[4][side][side];
     for (int64_t strip = 0; strip < strips; strip++, sums += 4 * side * side) {
-      const bool first = block == slice.begin;
-      if (!weights.scales) {
-        products(tile(strip, block), weights.tiles, some, first ? nullptr : sums, sums);
-        continue;
-      }
-      products(tile(strip, block), weights.tiles, some, nullptr, found[0][0]);
-      const float* of_rows = sums_of_groups.get() + (block * depth / group * strips + strip) * side;
+      products(tile(strip, block), weights.tiles, found[0][0]);
+      const float* of_rows = sums_of_blocks.get() + (block * strips + strip) * side;
       for (int64_t i = 0; i < 4; i++)
         for (int64_t row = 0; row < side; row++) {
           Lanes* to = (Lanes*)sums + i * side + row;
-          const Lanes added = load(found[i][row]) * weights.scales[i] + of_rows[row] * weights.offsets[i];
-          *to = first ? added : *to + added;
+          Lanes added = load(found[i][row]) * weights.scales[i];
+          if (weights.offsets) added += of_rows[row] * weights.offsets[i];
+          *to = block == slice.begin ? added : *to + added;
         }
     }
   }
 
-  // Writes the `sums` of a slice to `out`, and adds to what the slices before it gave. scales: [4], or null
-  void write(
-      const Slice& slice, const float* sums, const Lanes* scales, float* out, int64_t out_stride, int64_t outs) const {
+  // Writes the `sums` of a slice to `out`, and adds to what the slices before it gave.
+  void write(const Slice& slice, const float* sums, float* out, int64_t out_stride, int64_t outs) const {
     for (int64_t row = 0; row < rows; row++)
       for (int64_t i = 0; i < 4; i++) {
         const __mmask16 valid = first_of(outs - i * side);
         float* to = out + row * out_stride + i * side;
         Lanes sum = load(sums + ((row / side * 4 + i) * side + row % side) * side);
-        if (scales) sum *= scales[i];
         if (slice.begin) sum += (Lanes)_mm512_maskz_loadu_ps(valid, to);
         _mm512_mask_storeu_ps(to, valid, (__m512)sum);
       }
@@ -176,62 +144,46 @@ class InputTiles {
 
  private:
   std::unique_ptr<char, Freed> tiles;       // [strips, blocks, parts]
-  std::unique_ptr<float[]> sums_of_groups;  // [groups, rows]
+  std::unique_ptr<float[]> sums_of_blocks;  // [blocks, rows]
 
   char* tile(int64_t strip, int64_t block) const {
     return tiles.get() + (strip * blocks + block) * parts * bytes_of_tile;
   }
 
   void split(const float* from, int64_t row) const {
-    __m512 sum = _mm512_setzero_ps();
     for (int64_t block = 0; block < blocks; block++, from += depth) {
       const int64_t left = row < rows ? width - block * depth : 0;
       __m512 one = _mm512_maskz_loadu_ps(first_of(left), from);
       __m512 other = _mm512_maskz_loadu_ps(first_of(left - side), from + side);
-      sum = _mm512_add_ps(sum, _mm512_add_ps(one, other));
+      sums_of_blocks[block * strips * side + row] = _mm512_reduce_add_ps(_mm512_add_ps(one, other));
       char* to = tile(row / side, block) + row % side * 64;
       for (int part = 0; part < parts; part++, to += bytes_of_tile) {
         _mm512_store_si512(to, pairs_of(one, other));
         one = _mm512_sub_ps(one, upper_half(one)), other = _mm512_sub_ps(other, upper_half(other));
       }
-      const int64_t next = (block + 1) * depth;
-      if (next % group == 0 || next >= width) {
-        sums_of_groups[block * depth / group * strips * side + row] = _mm512_reduce_add_ps(sum);
-        sum = _mm512_setzero_ps();
-      }
     }
   }
 
-  // from: sums to add to, or null
-  static void products(const char* inputs, const char* weights, int64_t blocks, const float* from, float* to) {
+  static void products(const char* inputs, const char* weights, float* to) {
     constexpr int64_t size = side * side;
     finish_writing();
-    if (from) {
-      _tile_loadd(0, from, 64);
-      _tile_loadd(1, from + size, 64);
-      _tile_loadd(2, from + 2 * size, 64);
-      _tile_loadd(3, from + 3 * size, 64);
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-    for (int64_t block = 0; block < blocks; block++, inputs += parts * bytes_of_tile, weights += 4 * bytes_of_tile) {
-      _tile_loadd(4, inputs, 64);
-      _tile_loadd(5, inputs + bytes_of_tile, 64);
-      _tile_loadd(6, inputs + 2 * bytes_of_tile, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(4, inputs, 64);
+    _tile_loadd(5, inputs + bytes_of_tile, 64);
+    _tile_loadd(6, inputs + 2 * bytes_of_tile, 64);
 #define ADD_PRODUCTS(sum)                            \
   _tile_loadd(7, weights + sum * bytes_of_tile, 64); \
   _tile_dpbf16ps(sum, 6, 7);                         \
   _tile_dpbf16ps(sum, 5, 7);                         \
   _tile_dpbf16ps(sum, 4, 7)
-      ADD_PRODUCTS(0);
-      ADD_PRODUCTS(1);
-      ADD_PRODUCTS(2);
-      ADD_PRODUCTS(3);
+    ADD_PRODUCTS(0);
+    ADD_PRODUCTS(1);
+    ADD_PRODUCTS(2);
+    ADD_PRODUCTS(3);
 #undef ADD_PRODUCTS
-    }
     _tile_stored(0, to, 64);
     _tile_stored(1, to + size, 64);
     _tile_stored(2, to + 2 * size, 64);

@@ -1,4 +1,4 @@
-// Products with weights in float32 or codes of 8 bits, which are read once for few rows.
+// Products with weights in float32, which are read once for few rows.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -41,22 +41,20 @@ static_assert(outs_of_tile % outs_at_once == 0 && outs_of_tile % streams == 0);
 
 // A product of matrices: input [rows, width] and weight [outs, width], the width contiguous -> out [rows, outs], whose
 // rows are `out_stride` apart.
-template <class Weight>
 struct Product {
   const float* input;
-  const Weight* weight;
-  const float* scales;  // by which outputs are multiplied, or null
+  const float* weight;
   float* out;
   int64_t rows, outs, width, input_stride, weight_stride, out_stride;
   const float* columns;  // see `columns_of`
 
   // `fetched`: the weights that are read next, or null.
   template <int some_rows, int some_outs>
-  void tile(int64_t row, int64_t first, const Weight* fetched, int64_t pass = 0, int64_t passes = 1) const {
+  void tile(int64_t row, int64_t first, const float* fetched, int64_t pass = 0, int64_t passes = 1) const {
     const float* from = input + row * input_stride;
-    const Weight* by = weight + first * weight_stride;
+    const float* by = weight + first * weight_stride;
     Lanes sums[some_rows][some_outs] = {};
-    const Weight* ahead = fetched + pass * width / passes;
+    const float* ahead = fetched + pass * width / passes;
     int64_t i = 0, due = fetched ? 0 : -1;
     for (; i + lanes <= width; i += lanes) {
       Lanes weights[some_outs];
@@ -76,17 +74,13 @@ struct Product {
       for (int other = 0; other < some_rows; other++)
         for (int one = 0; one < some_outs; one++)
           for (int64_t rest = i; rest < width; rest++)
-            add_product(totals[other][one], from[other * input_stride + rest],
-                        static_cast<float>(by[one * weight_stride + rest]));
-    for (int one = 0; one < some_outs; one++) {
-      const float scale = scales ? scales[first + one] : 1;
-      for (int other = 0; other < some_rows; other++)
-        out[(row + other) * out_stride + first + one] = totals[other][one] * scale;
-    }
+            add_product(totals[other][one], from[other * input_stride + rest], by[one * weight_stride + rest]);
+    for (int one = 0; one < some_outs; one++)
+      for (int other = 0; other < some_rows; other++) out[(row + other) * out_stride + first + one] = totals[other][one];
   }
 
   template <int some_rows, int some_outs>
-  void rest(int64_t row, int64_t first, const Weight* fetched, int64_t pass, int64_t passes) const {
+  void rest(int64_t row, int64_t first, const float* fetched, int64_t pass, int64_t passes) const {
     if constexpr (some_rows > 0) {
       if (rows - row == some_rows)
         tile<some_rows, some_outs>(row, first, fetched, pass, passes);
@@ -96,7 +90,7 @@ struct Product {
   }
 
   template <int some_outs>
-  void all_rows(int64_t row, int64_t first, const Weight* fetched) const {
+  void all_rows(int64_t row, int64_t first, const float* fetched) const {
     const int64_t passes = (rows - row + rows_at_once - 1) / rows_at_once;
     int64_t pass = 0;
     for (; row + rows_at_once <= rows; row += rows_at_once)
@@ -116,9 +110,9 @@ struct Product {
 
   // Outputs of the group of rows from `row` on: their inputs are a vector or two, multiplied with a weight at a time.
   template <class Vector, int vectors, int some_outs>
-  void column_tile(int64_t row, int64_t first, const Weight* fetched) const {
+  void column_tile(int64_t row, int64_t first, const float* fetched) const {
     constexpr int64_t each = sizeof(Vector) / sizeof(float);
-    const Weight* by = weight + first * weight_stride;
+    const float* by = weight + first * weight_stride;
     const float* from = columns + row * width;
     Vector sums[some_outs][vectors] = {};
     for (int64_t i = 0; i < width; i++, from += vectors * each) {
@@ -149,23 +143,23 @@ struct Product {
 
   int64_t shares() const { return (outs + outs_of_tile - 1) / outs_of_tile; }
 
-  // With more rows or smaller weights, taking a share costs more than it saves.
-  bool has_small_shares() const { return rows == 1 && sizeof(Weight) == sizeof(float); }
+  // With more rows, taking a share costs more than it saves.
+  bool has_small_shares() const { return rows == 1; }
 
   // One output of one row. Its weights are one stream, which AMD Zen 4 reads ahead better than four.
-  float dot(const Weight* by) const {
+  float dot(const float* by) const {
     constexpr int at_once = 4;
     Lanes sums[at_once] = {};
     int64_t i = 0;
     for (; i + at_once * lanes <= width; i += at_once * lanes)
       for (int one = 0; one < at_once; one++) {
         const int64_t at = i + one * lanes;
-        if (one * lanes * sizeof(Weight) % bytes_of_line == 0) fetch_ahead(by + at);
+        if (one * lanes * sizeof(float) % bytes_of_line == 0) fetch_ahead(by + at);
         sums[one] += load(input + at) * load(by + at);
       }
     for (; i + lanes <= width; i += lanes) sums[0] += load(input + i) * load(by + i);
     float found = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < width; i++) found += input[i] * static_cast<float>(by[i]);
+    for (; i < width; i++) found += input[i] * by[i];
     return found;
   }
 
@@ -173,22 +167,18 @@ struct Product {
     int64_t first = from * outs_of_tile;
     const int64_t end = std::min(to * outs_of_tile, outs);
     if (rows == 1) {
-      if ((full_width || lanes == 8) && sizeof(Weight) == sizeof(float))
+      if (full_width || lanes == 8)
         for (; first + streams <= end; first += streams) tile<1, streams>(0, first, nullptr);
-      for (; first < end; first++) {
-        const float total = dot(weight + first * weight_stride);
-        out[first] = scales ? total * scales[first] : total;
-      }
+      for (; first < end; first++) out[first] = dot(weight + first * weight_stride);
       return;
     }
     if (!columns) return by_rows(0, first, end);
     const int64_t count = rows_as_columns(rows);
-    if constexpr (sizeof(Weight) == sizeof(float))
-      for (; first < end; first += outs_of_tile) {  // whose weights come from memory once, for all rows
-        const int64_t last = std::min(first + outs_of_tile, end);
-        by_columns(count, first, last);
-        if (count < rows) by_rows(count, first, last);
-      }
+    for (; first < end; first += outs_of_tile) {  // whose weights come from memory once, for all rows
+      const int64_t last = std::min(first + outs_of_tile, end);
+      by_columns(count, first, last);
+      if (count < rows) by_rows(count, first, last);
+    }
   }
 
   void by_columns(int64_t count, int64_t first, int64_t end) const {

@@ -17,18 +17,6 @@ struct Rows {
 constexpr int64_t bytes_of_line = 64, bytes_ahead = 4096;
 inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead, 0, 2); }
 
-inline Lanes load(const int8_t* from) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  Lanes found;
-  for (int64_t lane = 0; lane < lanes; lane++) found[lane] = from[lane];
-  return found;
-#endif
-}
-
 // In one instruction: GCC on AMD Zen takes two where there is one sum only, and then equal rows have other products.
 #if defined(__AVX2__) && defined(__FMA__)
 inline void add_product(Eight& sum, Eight one, Eight other) {

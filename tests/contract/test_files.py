@@ -316,8 +316,8 @@ def test_a_failure_leaves_no_file(place, error, says, saved, path, monkeypatch):
 
 
 def test_another_version_of_the_format_is_refused(saved, path, monkeypatch):
-    monkeypatch.setattr(caches.files, "_VERSION", 5)
-    with pytest.raises(caches.CacheFileError, match="has version 4 of the format, and this release reads 5"):
+    monkeypatch.setattr("configs.cache_file.VERSION", 6)
+    with pytest.raises(caches.CacheFileError, match="has version 5 of the format, and this release reads 6"):
         caches.load(path, saved[0])
 
 

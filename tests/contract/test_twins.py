@@ -237,6 +237,7 @@ def test_the_plan_of_a_backend_that_rounds_says_that_the_text_can_change(twins):
     ("options", "warns"),
     [({"nbits": 2}, True), ({"backend": "hqq", "nbits": 1}, True), ({"nbits": 2, "axis_key": -1}, False),
      ({"backend": "kivi", "nbits": 2}, False), ({}, False), ({"backend": "hqq", "nbits": 3}, False),
+     ({"nbits_key": 2}, True), ({"backend": "hqq", "nbits_value": 2}, False),
      ({"backend": "coarse"}, True), ({"backend": "fine"}, False)],
     ids=str,
 )  # fmt: skip

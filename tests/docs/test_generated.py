@@ -122,7 +122,9 @@ def _default(parameter):
 
 def _names(parameter):
     metavar = f" {parameter.metavar}" if parameter.metavar and parameter.param_type_name == "option" else ""
-    names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar]
+    names = (
+        [*parameter.opts, *parameter.secondary_opts] if parameter.param_type_name == "option" else [parameter.metavar]
+    )
     return ", ".join(f"`{name}{metavar}`" for name in names)
 
 

@@ -619,3 +619,124 @@ def test_a_branch_that_has_no_memory_is_not_kept(tokenizer, monkeypatch):
     chat = generator.chat(max_new_tokens=TOKENS)
     check_turn(generator, chat, chat.send("import os"), {})
     assert faults
+
+
+# What an application has said before, and what is changed between two turns.
+
+
+def test_a_chat_begins_with_the_history_of_an_application(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    earlier = generator.chat("Be brief.", max_new_tokens=TOKENS)
+    earlier.send("import os")
+    chat = generator.chat(messages=list(earlier.messages), max_new_tokens=TOKENS)
+    assert (chat.messages, chat.system) == (earlier.messages, "Be brief.")
+    assert chat.send("def main():").text == earlier.send("def main():").text
+    with_system = generator.chat("Be brief.", messages=earlier.messages[1:], max_new_tokens=TOKENS)
+    assert with_system.messages == earlier.messages
+    with_system.undo()
+    assert with_system.messages == earlier.messages[:3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"messages": "hi"}, "messages= is a list of mappings"),
+        ({"messages": {"role": "user", "content": "hi"}}, "messages= is a list of mappings"),
+        ({"messages": [{"content": "hi"}]}, "a message is a text or a mapping with 'role'"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "has no answer yet: leave it out, and send"),
+        ({"system": "x", "messages": [{"role": "system", "content": "y"}]}, "the system message was given twice"),
+        ({"messages": [], "resume": "file"}, "resume= brings the messages"),
+        ({"when_full": "forget"}, "when_full='forget', but it is one of stop, drop"),
+    ],
+    ids=str,
+)
+def test_a_history_that_is_none_is_refused(shipped, arguments, message):
+    with pytest.raises(engine.EngineError, match=message):
+        shipped.chat(**arguments)
+
+
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_messages_and_parameters_change_between_turns(name, tokenizer):
+    generator = generator_of(name, tokenizer)
+    chat, other = (generator.chat(system, max_new_tokens=TOKENS) for system in ("Be brief.", "Be long."))
+    for message in ("import os", "def main():"):
+        chat.send(message)
+        other.send(message)
+    chat.system = "Be long."
+    check_turn(generator, chat, chat.send("x"), {})
+    assert [one["content"] for one in chat.messages if one["role"] != "assistant"] == [
+        "Be long.", "import os", "def main():", "x"
+    ]  # fmt: skip
+    chat.clear()
+    assert (chat.messages, chat.last) == (({"role": "system", "content": "Be long."},), None)
+    assert chat.send("import os").text == generator.chat("Be long.", max_new_tokens=TOKENS).send("import os").text
+    chat.system = None
+    assert [one["role"] for one in chat.messages] == ["user", "assistant"]
+    chat.parameters |= {"max_new_tokens": 2}
+    assert len(chat.send("y").tokens[0]) == 2
+    with pytest.raises(engine.OptionError, match="cache cannot apply to a chat"):
+        chat.parameters = {"cache": "static"}
+
+
+def test_a_system_message_that_the_template_refuses_changes_nothing(tokenizer):
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
+    chat = generator_of("llama", tokenizer, refuses).chat(max_new_tokens=TOKENS)
+    chat.send("import os")
+    before = chat.messages
+    with pytest.raises(engine.InputError, match="refuses these messages"):
+        chat.system = "Be brief."
+    assert chat.messages == before
+
+
+@pytest.mark.parametrize(("name", "backend"), [("llama", "dynamic"), ("llama", "static"), ("gemma2", "dynamic")])
+def test_a_full_model_goes_on_without_the_oldest_turns(name, backend, tokenizer):
+    generator = generator_of(name, tokenizer)
+    positions = generator.model.config.max_position_embeddings
+    chat = generator.chat("Be brief.", cache=backend, max_new_tokens=TOKENS, when_full="drop")
+    sent, left_out = [], []
+    for number in range(12):
+        sent.append(f"x{number} = 1 " * (positions // 40))
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        out = chat.send(sent[-1], streamer=streamer)
+        assert "".join(streamer) == out.text[0]
+        check_turn(generator, chat, out, {})
+        left_out.append(chat.left_out)
+    first = chat.left_out // 2
+    assert 0 < first < len(sent)
+    assert left_out == sorted(left_out)
+    assert len(set(left_out)) < len(sent) / 2  # not with every turn
+    assert chat.system == "Be brief."
+    assert [one["content"] for one in chat.messages if one["role"] == "user"] == sent[first:]
+    assert chat.fork().left_out == chat.left_out
+    assert history_of(chat)["input_ids"].shape[1] + TOKENS - 1 <= positions
+
+
+def test_a_full_model_stops_with_a_remedy(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    positions = generator.model.config.max_position_embeddings
+    long = "x = 1 " * (positions // 6)
+    chat = generator.chat(max_new_tokens=TOKENS)
+    chat.send(long)
+    before = chat.messages
+    with pytest.raises(engine.InputError, match=f"model has {positions}.*undo.. or clear.*when_full='drop'"):
+        chat.send(long)
+    assert (chat.messages, chat.left_out) == (before, 0)
+    dropping = generator.chat(messages=before, max_new_tokens=TOKENS, when_full="drop")
+    with pytest.raises(engine.InputError, match="send a shorter message, or ask for a shorter answer"):
+        dropping.send(long * 3)
+    assert (dropping.messages, dropping.left_out) == (before, 0)
+
+
+def test_an_answer_that_was_continued_is_known_when_others_were_left_out(tokenizer):
+    generator = generator_of("llama", tokenizer)
+    chat = generator.chat("Be brief.", max_new_tokens=TOKENS, when_full="drop")
+    chat.send("x = 1 " * 40)
+    chat.send("y")
+    chat.send({"role": "assistant", "content": "Sure, "})
+    continued = chat.messages[-1]
+    chat.send("z = 1 " * 20)
+    assert chat.left_out == 2
+    chat.undo()
+    assert chat.messages[-1] == continued
+    chat.retry()
+    assert chat.messages[-1]["content"].startswith("Sure, ")

@@ -10,6 +10,7 @@ import time
 import pytest
 from helpers import Terminal
 
+import caches
 import engine
 
 
@@ -88,6 +89,87 @@ def test_exit_ends_it(cli):
     assert done.stdout == f"{answer}\n"  # none to y
 
 
+def test_a_system_message_and_an_empty_conversation(cli):
+    typed = "x\n/system Python  3.\n/system\n/clear\nimport os\n"
+    done = cli(["chat", "-n", "4", "--system", "# code"], typed)
+    generator = engine.Generator(engine.SHIPPED_MODEL)
+    answers = [generator.chat(system, max_new_tokens=4).send(message).text[0]
+               for system, message in (("# code", "x"), ("Python  3.", "import os"))]  # fmt: skip
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers)
+    assert done.stderr.splitlines()[:2] == ["system message: Python  3."] * 2
+    assert "removed the messages: the conversation has 1 message, " in done.stderr
+
+
+def test_parameters_are_set_within_a_chat(cli):
+    typed = ["/set max-new-tokens 4", "/set temperature 3", "/set seed = 1", "import os",
+             "/clear", "/set temperature=0", "import os",
+             "/clear", "/set temperature none", "/set max_new_tokens none", '/set stop_strings ["path"]', "import os",
+             "/set"]  # fmt: skip
+    done = cli(["chat", "-n", "6"], "\n".join(typed))
+    generator = engine.Generator(engine.SHIPPED_MODEL)
+    parameters = ({"max_new_tokens": 4, "do_sample": True, "temperature": 3.0, "seed": 1}, {"max_new_tokens": 4},
+                  {"max_new_tokens": 512, "stop_strings": ["path"]})  # fmt: skip
+    answers = [generator.chat(**one).send("import os").text[0] for one in parameters]
+    assert done.stdout == "".join(f"{answer}\n" for answer in answers)
+    shown = [line for line in done.stderr.splitlines() if line.startswith("parameters: ")]
+    assert shown[1] == "parameters: max_new_tokens=4, temperature=3, do_sample=true"
+    assert shown[-1] == 'parameters: seed=1, stop_strings=["path"], max_new_tokens=512'
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("/set top_p 7", "top_p=7, but it is a number from 0 to 1"),
+        ("/set top_pp 0.5", "know no input 'top_pp'; did you mean 'top_p'"),
+        ("/set top_p", "/set top_p: give a value, or none for what the model's own settings say"),
+        ("/set cache static", "/set is for generation parameters, and cache is none"),
+        ("/set model x", "/set is for generation parameters, and model is none"),
+        ("/set num_return_sequences 2", "num_return_sequences cannot apply to a chat"),
+    ],
+)
+def test_a_parameter_that_cannot_be_set_changes_nothing(cli, typed, message):
+    done = cli(["chat", "-n", "4"], f"{typed}\n/set\n")
+    assert f"{message}" in done.stderr.splitlines()[0]
+    assert done.stderr.splitlines()[1] == "parameters: max_new_tokens=4"
+
+
+def test_a_full_model_goes_on_or_stops(cli):
+    typed, options = "x = 1; " * 350 + "\n", ["chat", "-n", "4"]
+    done = cli(options, 2 * typed)
+    assert len(done.stdout.splitlines()) >= 2
+    assert done.stderr == "(the model's length is reached: the oldest 2 messages were left out)\n"
+    stopped = cli([*options, "--when-full", "stop"], 2 * typed)
+    assert "take turns back with undo() or clear()" in stopped.stderr
+    assert cli([*options, "--when-full", "forget"], typed).exit_code == 2
+
+
+PASTED = "\x1b[200~def f(x):\r/exit\r    return\x1b[201~"
+WITHOUT_READLINE = "import sys; sys.modules['readline'] = None; from engine.cli import main; main(sys.argv[1:])"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals")
+@pytest.mark.parametrize("program", [["-m", "engine"], ["-c", WITHOUT_READLINE]], ids=["readline", "without"])
+def test_a_pasted_text_is_one_message(tmp_path, program):
+    """Also one whose last line ends, and with more typed behind it."""
+    path = tmp_path / "talk"
+    with Terminal([sys.executable, *program, "chat", "-n", "2"]) as terminal:
+        terminal.until("> ")
+        terminal.type(f"{PASTED} x + 1\r")
+        terminal.until(" x + 1\r\n")
+        terminal.until("> ")
+        terminal.type("\x1b[200~a = 1\rb = 2\r\x1b[201~\r")
+        terminal.until("b = 2")
+        terminal.until("> ")
+        terminal.type(f"/save {path}\r")
+        terminal.until("saved to")
+        terminal.until("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(timeout=60) == 0
+        assert "^[" not in terminal.shown
+    messages = caches.inspect(path).notes["messages"]
+    assert [one["content"] for one in messages[::2]] == ["def f(x):\n/exit\n    return x + 1", "a = 1\nb = 2"]
+
+
 def test_mistakes_do_not_end_it(cli):
     typed = "/it's\n/save it's\n/nothing\n/retry\n/load nowhere\n/save\n/cache nothing\n/undo\n/stats\nx\n/help\n"
     done = cli(["chat", "-n", "2"], typed)
@@ -100,6 +182,7 @@ def test_mistakes_do_not_end_it(cli):
         assert says in error
     assert len(done.stdout.splitlines()) == 1
     assert "/undo" in done.stderr
+    assert max(len(line) for line in done.stderr.splitlines() if not line.startswith("error: ")) <= 80
 
 
 def test_what_inspect_refuses(cli, tmp_path):

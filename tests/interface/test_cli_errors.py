@@ -17,7 +17,8 @@ PROMPT = "import os\n"
         (["x", "--stream", "--samples", "2"], "error: --stream prints one text, but there are 2"),
         (["x", "--max-new-tokens", "many"], "error: Invalid value for '--max-new-tokens'"),
         (["--file", "no/such/file"], "error: no/such/file cannot be read: No such file"),
-        (["x", "--system", "no chat"], "error: --system needs a chat: add --chat"),
+        (["x", "--system", "no chat", "--raw"], "error: --system begins a chat, and --raw reads a prompt plain"),
+        (["x", "y", "--image", "no/such"], "error: --image is for one prompt"),
         (["x", "--set", "top_k"], "error: --set top_k: it takes NAME=VALUE"),
         (["x", "--set", "no_such_parameter=1"], "error: LlamaForCausalLM and generate() know no input"),
         (["x", "--cache-option", "max_cache_len=9"], "error: DynamicCacheConfig has no option 'max_cache_len'"),
@@ -50,7 +51,7 @@ PROMPT = "import os\n"
         (["x", "--choice", ""], "error: every --choice is empty"),
         (["x", "--choice", "", "--choice", ""], "error: every --choice is empty"),
         (["-", "-"], "error: - is standard input, which can be read once"),
-        ([], "error: there is no PROMPT: give one, as in engine generate"),
+        ([], "error: there is no PROMPT: give one in quotes"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(cli, arguments, message):

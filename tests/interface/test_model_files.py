@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from gguf_files import write_gguf
 from transformers import AutoModelForCausalLM
 
 import engine
@@ -16,43 +17,10 @@ PROMPT = "import os\n"
 def gguf_file(tmp_path_factory):
     """The small model of the package."""
     gguf = pytest.importorskip("gguf")
-    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
     model = AutoModelForCausalLM.from_pretrained(engine.SHIPPED_MODEL, dtype=torch.float32)
-    config, tokenizer = model.config, json.loads((engine.SHIPPED_MODEL / "tokenizer.json").read_text())["model"]
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
-    writer.add_eos_token_id(config.eos_token_id or 0)
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "self_attn.q_proj": "attn_q",
-             "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-             "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-             "model.layers.": "blk."}  # fmt: skip
-    for name, weight in model.state_dict().items():
-        if name == "lm_head.weight":  # tied
-            continue
-        for theirs, its in (("self_attn.q_proj", "num_attention_heads"), ("self_attn.k_proj", "num_key_value_heads")):
-            if theirs in name:  # llama.cpp keeps pairs of rotated elements side by side
-                heads = getattr(config, its)
-                weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
-        for theirs, its in names.items():
-            name = name.replace(theirs, its)
-        writer.add_tensor(name, weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    tokenizer = json.loads((engine.SHIPPED_MODEL / "tokenizer.json").read_text())["model"]
+    return write_gguf(model, path, gguf.GGMLQuantizationType.F32, tokenizer)
 
 
 @pytest.mark.slow

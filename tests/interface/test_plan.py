@@ -180,6 +180,7 @@ def test_room_that_is_made_as_tokens_come_is_planned(cache):
         {"backend": "hqq", "nbits": 3},
         {"backend": "fp8"},
         {"nbits": 2, "residual_length": 30},
+        {"backend": "quanto", "nbits_value": 2, "rotate": False},
         {"residency": "host"},
         {"residency": "disk"},
     ],

@@ -3,10 +3,12 @@
 import copy
 import json
 import math
+import weakref
 
+import architectures
 import pytest
 import torch
-from architectures import tiny_model
+from architectures import randomised, tiny_model
 from encoder_decoders import tiny_encoder_decoder
 
 import engine
@@ -37,6 +39,80 @@ def test_the_perplexity_is_that_of_transformers_loss(kind):
         assert math.log(score.perplexity) == pytest.approx(loss(model, row), rel=1e-4)
     found = json.loads(json.dumps(scores[1].to_dict()))
     assert found["logprob"] == scores[1].logprobs[0] == scores[1].logprob
+
+
+RARE = sorted({*architectures.MORE_ARCHITECTURES, *architectures.RARE_ARCHITECTURES} - {"mamba2", "bamba"})
+NOT_IN_PIECES = {"doge", "doge_moe", "moshi", "prophetnet"}
+# Their own forward counts positions otherwise than transformers' `generate`, which gives them.
+COUNTING = {"camembert", "data2vec_text", "roberta", "roberta_prelayernorm", "xlm_roberta", "xlm_roberta_xl", "xmod"}
+
+
+def in_one_forward(model, ids, **given):
+    with torch.no_grad():
+        logits = model(torch.tensor([ids]), **given).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [*architectures.ARCHITECTURES, "mamba2", "bamba", *(pytest.param(kind, marks=pytest.mark.slow) for kind in RARE)],
+)
+def test_every_token_has_the_log_probability_of_one_forward(kind):
+    if not hasattr(architectures.transformers, architectures.config_of(kind)):
+        pytest.skip("this release of transformers does not know it")
+    model, rows = tiny_model(kind), texts(30, 21)
+    gen = engine.Generator(model)
+    if kind in NOT_IN_PIECES:
+        with pytest.raises(engine.InputError, match="a text is read piece by piece here, and in"):
+            gen.score(rows)
+        return
+    for score, ids in zip(gen.score(rows, piece_tokens=7), rows, strict=True):
+        given = {"position_ids": torch.arange(len(ids))[None]} if kind in COUNTING else {}
+        expected = in_one_forward(model, ids, **given)
+        most = 1e-4 if kind in RARE else 1e-5
+        close = [abs(found - value) < most for found, value in zip(score.logprobs, expected, strict=True)]
+        # Of equal scores the indexer of this model takes either token.
+        assert close.count(False) <= (1 if kind == "deepseek_v32" else 0)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "offloaded_static", "none", "auto"])
+def test_lossless_caches_give_the_same(cache):
+    gen, rows = engine.Generator(tiny_model("llama")), texts(30, 21)
+    for score, expected in zip(gen.score(rows, piece_tokens=7, cache=cache), gen.score(rows), strict=True):
+        assert score.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("piece_tokens", [1, 5, 64])
+def test_a_window_is_a_mask(piece_tokens):
+    model, [ids] = tiny_model("llama"), texts(30)
+    behind = torch.arange(30)[:, None] - torch.arange(30)
+    expected = in_one_forward(model, ids, attention_mask=((behind >= 0) & (behind < 8))[None, None])
+    window = {"cache": "sliding_window", "cache_config": {"window_length": 8}}
+    [score] = engine.Generator(model).score([ids], piece_tokens=piece_tokens, **window)
+    assert score.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_logits_of_a_piece_alone_exist():
+    model, most = copy.deepcopy(tiny_model("llama")), []
+    logits = weakref.WeakSet()
+
+    def note(*given):
+        logits.add(given[2])
+        most.append(sum(tensor.shape[1] for tensor in logits))
+
+    model.lm_head.register_forward_hook(note)
+    engine.Generator(model).score(texts(101), piece_tokens=10)
+    assert most[-10:] == pytest.approx([10] * 10, abs=10)
+    assert len(most) >= 10
+
+
+def test_a_long_text_does_not_change_a_short_one():
+    """Dynamic RoPE: the keys of a text depend on the longest one that is read with it."""
+    rope = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
+    arguments = architectures.ARCHITECTURES["llama"][1] | {"rope_parameters": rope, "max_position_embeddings": 24}
+    model, rows = randomised("LlamaConfig", arguments), texts(60, 12)
+    _, short = engine.Generator(model).score(rows, piece_tokens=60)
+    assert short.logprobs == pytest.approx(in_one_forward(copy.deepcopy(model), rows[1]), abs=1e-5)
 
 
 @pytest.mark.parametrize("cache", LOSSY)
@@ -73,6 +149,8 @@ def test_texts(shipped):
     [alone] = gen.score("import os\n")
     assert alone.logprobs == pytest.approx(one.logprobs, abs=1e-4)
     assert gen.score([]) == []
+    for ids in (one.tokens, list(one.tokens), torch.tensor(one.tokens), torch.tensor([one.tokens])):
+        assert gen.score(ids)[0].tokens == one.tokens
     assert one.perplexity < gen.score("os import\n")[0].perplexity
     assert len(two.logprobs) > len(one.logprobs)
 
@@ -82,15 +160,27 @@ def test_texts(shipped):
     [
         ([[5, 6], [7]], {}, r"^texts\[1\] has 1 token, and a score begins with the second one"),
         ([[5, 6], []], {}, r"^texts\[1\] has 0 tokens"),
-        (7, {}, "^texts=7: give a text, a list of texts"),
-        ([5, 6], {}, r"^texts\[0\]=5: give a text or a list of token ids"),
+        (7, {}, "^texts=7: give a text, its token ids, or a list of texts"),
+        (["a", 5], {}, r"tokenizer"),
+        ([[5, 6], 5], {}, r"^texts\[1\]=5: give a text or a list of token ids"),
         (["a text"], {}, "tokenizer"),
         ([[5, 10**6]], {}, "outside the model's vocabulary"),
         ([[5, 6]], {"rows": 0}, "^rows=0: give a whole number"),
         ([[5, 6]], {"piece_tokens": 0.5}, "^piece_tokens=0.5: give"),
         ([[5, 6]], {"cache": object()}, "begins with an empty cache"),
     ],
-    ids=["one token", "none", "number", "ids", "no tokenizer", "vocabulary", "rows", "pieces", "cache"],
+    ids=[
+        "one token",
+        "none",
+        "number",
+        "text and id",
+        "ids and id",
+        "no tokenizer",
+        "vocabulary",
+        "rows",
+        "pieces",
+        "cache",
+    ],
 )
 def test_refusals(given, options, match):
     with pytest.raises(engine.EngineError, match=match):

@@ -450,8 +450,11 @@ def test_a_draft_that_does_not_pay_is_told_once(caplog):
     out = gen.generate([[5, 6, 7]], max_new_tokens=4, assistant_model=draft, **options)
     assert out.stats.drafted_tokens < 100
     assert "does not pay" not in caplog.text  # too few to tell
+    expected = gen.generate([[5, 6, 7]] * 8, max_new_tokens=40, eos_token_id=[])
     for _ in range(2):
-        out = gen.generate([[5, 6, 7]] * 8, max_new_tokens=9, assistant_model=draft, **options)
+        out = gen.generate([[5, 6, 7]] * 8, max_new_tokens=40, assistant_model=draft, **options)
+        same(out, expected)
+        assert out.stats.drafted_tokens < 8 * 19 * 5  # one step of all that ask the draft has 20 tokens per row
     said = f"{out.stats.accepted_tokens} of {out.stats.drafted_tokens} proposed tokens were accepted"
     assert caplog.text.count(said) == 1
     caplog.clear()

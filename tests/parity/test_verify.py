@@ -185,6 +185,48 @@ def test_a_memory_of_the_length_is_begun_with():
     assert drafts.length > 9
 
 
+def test_proposals_that_do_not_pay_are_rare():
+    """One that is never right is asked every ninth step, after the first 100 tokens; the text is the same."""
+    target = torch.eye(40).roll(1, dims=1)
+    player = Player(target, torch.eye(40))  # it repeats the last token
+    drafts, prompt = strategies.SpeculationStats(price=0.2), torch.tensor([[0], [3]])
+    ids = player.play(Assisted(5, assistant_confidence_threshold=0.0), prompt, 100, drafts=drafts)
+    assert torch.equal(ids, (prompt + torch.arange(101)) % 40)
+    assert (drafts.drafted, drafts.accepted) == (190, 0)  # 10 steps of 10 tokens, and 9 of the 90 others
+    tokens = [tokens for model, tokens in player.forwards if model == "main"]
+    assert tokens[11:30] == [*[1] * 8, 6, *[1] * 8, 6, 1]
+
+
+def test_proposals_are_made_again_where_they_pay_again():
+    target = torch.eye(200).roll(1, dims=1)
+    target[180:], target[180:, 180] = 0, 1  # from there on the text repeats a token
+    drafts = strategies.SpeculationStats()
+    player = Player(target)
+    # Every token of the new text is in the prompt, where another comes after it.
+    prompt = torch.tensor([[*(token for word in range(1, 180) for token in (word, 0)), 0]])
+    ids = player.play(PromptLookup(10, 1), prompt, 300, drafts=drafts)
+    assert torch.equal(ids[0, -300:], torch.arange(1, 301).clamp(max=180))
+    assert [tokens for _, tokens in player.forwards[1:11]] == [11] * 10
+    wrong = [tokens for _, tokens in player.forwards[11:160]]
+    assert wrong.count(11) == pytest.approx(len(wrong) / 9, abs=2)
+    assert [tokens for _, tokens in player.forwards[-9:-1]] == [11] * 8
+
+
+@pytest.mark.parametrize("price", [0.0, 0.9])
+@pytest.mark.parametrize("strategy", [PromptLookup(6, 1), PromptLookup(6, 1, do_sample=True)])
+def test_rows_with_fixed_tokens_while_nothing_is_proposed(strategy, price):
+    """Tokens of a row that is ahead are fed again, and not counted as proposed."""
+    target, _ = tables(words=3, sharp=3.0)
+    prompt = torch.randint(0, 3, (4, 12), generator=torch.Generator().manual_seed(1))
+    drafts = strategies.SpeculationStats(price=price)
+    torch.manual_seed(0)
+    ids = Player(target).play(strategy, prompt, 200, drafts=drafts)
+    if not strategy.samples:
+        assert torch.equal(ids, greedy(target, prompt, 200))
+    assert 0 < drafts.accepted < drafts.drafted
+    assert drafts.pays is (price == 0.0)
+
+
 def test_lookup_takes_the_first_place_of_the_longest_words():
     lookup = PromptLookup(3, 2)
     for text, found in (

@@ -364,6 +364,11 @@ def pairs(names) -> list[tuple[str, str]]:
     return [(name, backend) for name in names for backend in suiting(name)]
 
 
+def config_of(name: str) -> str:
+    """The configuration class of the architecture."""
+    return (ARCHITECTURES | MORE_ARCHITECTURES | RARE_ARCHITECTURES)[name][0]
+
+
 @cache
 def tiny_model(name: str) -> PreTrainedModel:
     """The architecture's model."""

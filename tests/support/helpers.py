@@ -6,6 +6,7 @@ import fcntl
 import inspect
 import os
 import pty
+import re
 import select
 import shutil
 import struct
@@ -103,8 +104,9 @@ class Terminal:
         self._side, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         self.process = subprocess.Popen(
-            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True
-        )
+            command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, start_new_session=True,
+            env=os.environ | {"TERM": "xterm"},
+        )  # fmt: skip
         os.close(theirs)
         self.shown, self._seen = "", 0
 
@@ -114,7 +116,9 @@ class Terminal:
         while not self.shown.endswith(text, self._seen) if at_the_end else self.shown.find(text, self._seen) < 0:
             assert time.monotonic() < end, self.shown[-1000:]
             if select.select([self._side], [], [], 1)[0]:
-                self.shown += os.read(self._side, 4096).decode(errors="replace")
+                self.shown = re.sub(
+                    "\x1b.\\?2004[hl]\r?", "", self.shown + os.read(self._side, 4096).decode(errors="replace")
+                )
         self._seen = len(self.shown) if at_the_end else self.shown.index(text, self._seen) + len(text)
 
     def type(self, text: str) -> None:

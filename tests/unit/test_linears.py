@@ -16,13 +16,13 @@ from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM
 
 import engine
-from caches.platform.torch_api import pack_int4
 from engine.compiling import package_builder
 from engine.compiling.layer_step import LayerStep, Place
-from engine.kernels import linear_backend, linear_kernels, linear_routes, low_bit_linears
+from engine.kernels import linear_backend, linear_kernels, linear_routes
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
 from engine.kernels.linear_kernels import join_products, kernels
 from engine.kernels.linear_routes import ALL_TORCH
+from engine.kernels.low_bit_linears import ENCODERS
 
 pytestmark = pytest.mark.skipif(not linear_backend.has_onednn(), reason="this torch was built without oneDNN")
 
@@ -332,40 +332,29 @@ def test_the_kernel(rows, outs, width):
 @pytest.mark.parametrize("rows", [2, 3, 5, 7, 9, 13, 18, 23, 31])
 @pytest.mark.parametrize("width", [264, 13])
 def test_equal_rows_have_equal_products(rows, width):
-    input, found = torch.randn(1, width).expand(rows, -1).contiguous(), kernels()
-    codes = torch.randint(-127, 128, (101, width), dtype=torch.int8)
-    for out in (found.linears(input, [torch.randn(101, width)]), found.int8_linears(input, [codes], [torch.rand(101)])):
+    input, weight = torch.randn(1, width).expand(rows, -1).contiguous(), torch.randn(101, width)
+    outs = [kernels().linears(input, [weight])]
+    for encode in ENCODERS.values():
+        codes, scales = encode(weight)
+        outs.append(kernels().block_linears(input, [codes], [scales]))
+        assert torch.equal(outs[-1][:1], kernels().block_linears(input[:1], [codes], [scales]))
+    for out in outs:
         assert torch.equal(out, out[:1].expand(rows, -1))
-
-
-@needs_kernels
-@pytest.mark.parametrize("rows", [2, 3, 5, 7, 9, 13, 17, 33])
-def test_equal_rows_have_equal_products_of_4_bits(rows):
-    if (layout := low_bit_linears._layout()) is None or not layout.suits_kernels:
-        pytest.skip("this torch packs in another way")
-    input = torch.randn(1, 128).expand(rows, -1).contiguous()
-    packed = pack_int4(torch.randint(0, 16, (192, 128), dtype=torch.int32))
-    out = kernels().int4_linears(input, [packed], [torch.rand(2, 192, 2).bfloat16()], layout.outs)
-    assert torch.equal(out, out[:1].expand(rows, -1))
 
 
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 3, 8, 16, 17])
 def test_several_products_of_one_input(rows):
     """Their outputs stand side by side; each is the product alone."""
-    input, widths = torch.randn(rows, 128), (33, 8, 64, 1)
-    weights = [torch.randn(outs, 128) for outs in widths]
-    codes = [torch.randint(-127, 128, (outs, 128), dtype=torch.int8) for outs in widths]
-    scales = [torch.rand(outs) for outs in widths]
-    packed = [pack_int4(torch.randint(0, 16, (outs, 128), dtype=torch.int32)) for outs in (64, 192)]
-    halves = [torch.rand(2, outs, 2).bfloat16() for outs in (64, 192)]
-    found = kernels()
-    cases = [(found.linears, [weights], ()), (found.int8_linears, [codes, scales], ())]
-    if (layout := low_bit_linears._layout()) is not None and layout.suits_kernels:
-        cases.append((found.int4_linears, [packed, halves], (layout.outs,)))
-    for product, lists, options in cases:
-        each = [product(input, *([one] for one in group), *options) for group in zip(*lists, strict=True)]
-        assert torch.equal(product(input, *lists, *options), torch.cat(each, dim=1))
+    input = torch.randn(rows, 128)
+    weights = [torch.randn(outs, 128) for outs in (33, 8, 64, 1)]
+    cases = [(kernels().linears, [weights])]
+    for encode in ENCODERS.values():
+        codes, scales = zip(*map(encode, weights), strict=True)
+        cases.append((kernels().block_linears, [list(codes), list(scales)]))
+    for product, lists in cases:
+        each = [product(input, *([tensor] for tensor in tensors)) for tensors in zip(*lists, strict=True)]
+        assert torch.equal(product(input, *lists), torch.cat(each, dim=1))
 
 
 @needs_kernels

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import warnings
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ import transformers
 from accelerate.hooks import ModelHook, add_hook_to_module
 from architectures import tiny_model
 from encoder_decoders import tiny_encoder_decoder
+from gguf_files import write_gguf
 from places import ROOMS, ROOT
 from torch import nn
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
@@ -332,21 +335,25 @@ def hooks_are_found():
     return [sum(map(len, torch_api.hooks_of(one))) - before for one in (module, copy)] == [2, 0]
 
 
-def low_bit_products_compute():
-    rows, codes = torch.ones(1, 64, dtype=torch.bfloat16), torch.full((64, 64), 9, dtype=torch.int32)
-    ones = torch.ones(64, dtype=torch.bfloat16)
-    eight = torch_api.int8_product(rows, codes.to(torch.int8), ones)
-    scales = torch.ones(1, 64, 2, dtype=torch.bfloat16)  # weights of (9 - 8) * 1 + 1
-    four = torch_api.int4_product(rows, torch_api.pack_int4(codes), torch.tensor([[64]]), scales)
-    return eight.tolist() == [[9 * 64] * 64] and four.tolist() == [[2 * 64] * 64]
-
-
 def outputs_are_recorded_by_hooks():
     model = copy.deepcopy(llama())
     with torch.no_grad():
         model(IDS, output_hidden_states=True)
     hooks = [hook for module in model.modules() for hooks in torch_api.hooks_of(module) for hook in hooks.values()]
     return bool(hooks) and all(map(transformers_api.records_outputs, hooks))
+
+
+def tensors_of_a_file():
+    if find_spec("gguf") is None or find_spec("transformers.integrations.gguf.reader") is None:
+        return True
+    tokens = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [("a", "b")]}
+    with tempfile.TemporaryDirectory() as folder:
+        file = write_gguf(llama(), Path(folder, "tiny.gguf"), import_module("gguf").GGMLQuantizationType.F32, tokens)
+        tensors = transformers_api.gguf_tensors(file, llama())
+        state = llama().state_dict()
+        return tensors.keys() == state.keys() and all(
+            torch.equal(tensors[name].values(), state[name]) for name in state
+        )
 
 
 def trees_are_rebuilt():
@@ -372,9 +379,6 @@ WORK = {
         "discard_compiled": graphs_are_counted,
         "graph_errors": lambda: all(issubclass(error, Exception) for error in torch_api.graph_errors()),
         "has_onednn": lambda: torch_api.has_onednn() in (True, False),
-        "int4_product": low_bit_products_compute,
-        "int8_product": low_bit_products_compute,
-        "pack_int4": low_bit_products_compute,
         "inside_compiled": lambda: (
             torch_api.inside_compiled(torch.compile(LINEAR)) is LINEAR
             and torch_api.inside_compiled(LINEAR) is torch_api.inside_compiled("text") is None
@@ -400,6 +404,7 @@ WORK = {
         "can_compile_fullgraph": lambda: transformers_api.can_compile_fullgraph(llama()) is True,
         "constraint_of": lambda: transformers_api.constraint_of(PrefixConstrainedLogitsProcessor(len, 1)) is len,
         "default_generation_params": lambda: transformers_api.default_generation_params()["num_beams"] == 1,
+        "gguf_tensors": tensors_of_a_file,
         "follows_rows": lambda: (
             transformers_api.follows_rows(quantized_layer()) is hasattr(transformers.cache_utils, "BaseQuantizedLayer")
         ),

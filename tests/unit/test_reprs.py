@@ -62,6 +62,9 @@ def test_measurements_in_a_table(spoken):
     assert "40 tokens, 10 accepted (25%)" in str(stats)
     assert "rows apart (after 1 token per row" in " ".join(str(stats).split())
     assert str(engine.Stats("none")).count("\n") == 2
+    wide = engine.Stats("dynamic", compiled="12 layers of 12 " * 20, drafted_tokens=10**9, accepted_tokens=10**8)
+    assert max(map(len, str(wide).splitlines())) <= 80
+    assert "\n" not in repr(wide)
 
 
 def test_results_are_values_of_json(spoken, shipped):

@@ -11,6 +11,7 @@ from packaging.version import Version
 from places import ROOT
 from transformers.utils import import_utils
 
+import engine
 from caches.platform import heavy_imports
 
 USED_BY_NO_PLAIN_CALL = {
@@ -61,6 +62,22 @@ def modules_after(*programs):
 )
 def test_torch_is_imported_when_it_is_needed(program):
     [found] = modules_after(program)
+    assert not {"torch", "transformers", "numpy", "caches"} & found
+
+
+def test_what_a_file_holds_is_said_without_torch(tmp_path):
+    path = tmp_path / "cache.safetensors"
+    generator = engine.Generator(engine.SHIPPED_MODEL)
+    generator.generate("import os", max_new_tokens=2).cache.save(path)
+    run = f"""
+from engine.cli import main
+try:
+    main(["cache", "inspect", {str(path)!r}, "--json"])
+except SystemExit as ended:
+    assert ended.code == 0
+"""
+    said, found = modules_after(run)
+    assert {"backend", "total_tokens"} <= said
     assert not {"torch", "transformers", "numpy", "caches"} & found
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from configs.cache_file import inspect
 from engine import tables
 from engine.cli import options, output
-from engine.cli.libraries import start_libraries
-from engine.cli.progress import Work
 from engine.errors import OptionError
 
 
@@ -16,11 +15,7 @@ def cache(action: str | None, path: str | None, as_json: bool) -> None:
     """Say what is in a file that a cache or a chat was saved to (no weights are loaded): engine cache inspect FILE."""
     if action != "inspect" or path is None:
         raise OptionError("there is one action, with the path of a file: engine cache inspect FILE")
-    with Work() as work:
-        start_libraries(work, None)
-        import caches
-
-        saved = caches.inspect(path)
+    saved = inspect(path)
     if as_json:
         output.say_json(dataclasses.asdict(saved) | {"path": str(saved.path)})
         return

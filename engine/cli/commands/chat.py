@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
 from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
+from engine.cli.typed import editing, read_line
 from engine.errors import EngineError, OptionError
 from engine.tables import counted, terminal_width
 
@@ -21,14 +25,17 @@ if TYPE_CHECKING:
 
 _TOKENS = 512  # of an answer, unless an option says otherwise
 _BLOCK = '"""'
+# Parameters that say how tokens are chosen.
+_CHOOSING = frozenset(("strategy", "do_sample", "num_beams", "penalty_alpha", "generation_config"))
 
 
 @options.takes(options.CHAT)
 def chat(**arguments: Any) -> None:
-    """Talk to a model. A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\"."""
-    parameters = values.generation_parameters(arguments)
-    if "max_length" not in parameters:
-        parameters.setdefault("max_new_tokens", _TOKENS)
+    """Talk to a model. A text that is pasted is one message.
+
+    A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\". /help lists commands.
+    """
+    parameters = _parameters(arguments)
     settings = values.engine_config(arguments["config"], arguments)
     if settings.tp > 1:
         raise OptionError(f"tp={settings.tp}: a terminal is that of one process: leave tp out, or use `engine serve`")
@@ -36,17 +43,24 @@ def chat(**arguments: Any) -> None:
     with Work() as work:
         start_libraries(work, arguments["model"], arguments["assistant_model"])
         generator = load_generator(work, arguments["model"], settings, arguments["adapter"])
-        if arguments["assistant_model"] is not None:
-            parameters["assistant_model"] = arguments["assistant_model"]
         talk = generator.chat(
             arguments["system"],
             cache=arguments["cache"],
             cache_config=cache_config,
             resume=arguments["resume"],
+            when_full=arguments["when_full"],
             **parameters,
         )
-    chooses = {"strategy", "do_sample", "num_beams", "penalty_alpha", "generation_config"} & parameters.keys()
-    Terminal(talk, {} if chooses else {"do_sample": True}).run(_banner(generator, talk))
+    Terminal(talk, generator, arguments).run(_banner(generator, talk))
+
+
+def _parameters(arguments: dict[str, Any], later: Mapping[str, object] | None = None) -> dict[str, Any]:
+    """The generation parameters of every turn. later: those that were given with /set."""
+    parameters = values.generation_parameters(arguments, later)
+    if "max_length" not in parameters:
+        parameters.setdefault("max_new_tokens", _TOKENS)
+    draft = arguments["assistant_model"]
+    return parameters if draft is None else parameters | {"assistant_model": draft}
 
 
 def _banner(generator: Generator, talk: Chat) -> str:
@@ -61,31 +75,39 @@ def _banner(generator: Generator, talk: Chat) -> str:
 class Terminal:
     """Reads messages and commands from standard input and prints answers.
 
-    retry_parameters: of an answer that is tried again, which would be the same one without chance.
+    arguments: the options of the command line, over which /set goes.
     """
 
-    def __init__(self, chat: Chat, retry_parameters: Mapping[str, object]):
-        self._chat, self._again = chat, retry_parameters
-        self._commands: dict[str, tuple[Callable[..., None], str]] = {
-            "/save": (self._save, "FILE: write the conversation and its cache to a file"),
-            "/load": (self._load, "FILE: go on with a conversation that was saved"),
-            "/undo": (self._undo, "remove the last message and its answer"),
-            "/retry": (self._retry, "another answer to the last message, sampled unless an option says how"),
-            "/stats": (self._stats, "speed and cache size of the last answer"),
-            "/cache": (self._cache, "NAME: keep the cache in another backend; without a name: which one it is"),
-            "/help": (self._help, "these commands"),
-            "/exit": (self._exit, "end the chat"),
+    def __init__(self, chat: Chat, generator: Generator, arguments: dict[str, Any]):
+        self._chat, self._generator, self._arguments = chat, generator, arguments
+        self._later: dict[str, object] = {}
+        self._commands: dict[str, ChatCommand] = {
+            "/save": ChatCommand(self._save, "FILE: write the conversation and its cache to a file"),
+            "/load": ChatCommand(self._load, "FILE: go on with a conversation that was saved"),
+            "/undo": ChatCommand(self._undo, "remove the last message and its answer"),
+            "/retry": ChatCommand(self._retry, "another answer to the last message; sampled, unless options say how"),
+            "/clear": ChatCommand(self._clear, "remove all messages but the system message"),
+            "/system": ChatCommand(self._system, "TEXT: another system message; alone: which one it is", _text),
+            "/set": ChatCommand(
+                self._set, "NAME VALUE: a parameter of answers; VALUE none resets it; alone: all", _pair
+            ),
+            "/stats": ChatCommand(self._stats, "speed and cache size of the last answer"),
+            "/cache": ChatCommand(self._cache, "NAME: keep the cache in another backend; alone: which one it is"),
+            "/help": ChatCommand(self._help, "these commands"),
+            "/exit": ChatCommand(self._exit, "end the chat"),
         }
 
     def run(self, banner: str) -> None:
         """banner: shown first where someone is at the terminal."""
         if sys.stdin.isatty():
             output.tell(f"{banner}\n/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
-            with suppress(ImportError):  # not on every system: lines can be edited and come again
-                import readline  # noqa: F401
-        for message, is_block in self._messages():
+        with editing():
+            self._answer_all()
+
+    def _answer_all(self) -> None:
+        for message, is_text in self._messages():
             try:
-                if message.startswith("/") and not is_block:
+                if message.startswith("/") and not is_text:
                     self._obey(message)
                 elif message.strip():
                     self._print(self._chat.stream(values.checked(message, "the message")))
@@ -106,40 +128,45 @@ class Terminal:
                 output.say("")
 
     def _message(self) -> tuple[str, bool]:
-        """A message, and whether it was a block, which is no command. It ends with the input, too."""
-        line = _line("> ")
+        """A message, and whether it was pasted or a block, and so no command. It ends with the input, too."""
+        line = read_line("> ")
+        if "\n" in line:
+            return line, True
         if line.startswith(_BLOCK):
             lines = [line.removeprefix(_BLOCK)]
             with suppress(EOFError):
                 while not lines[-1].endswith(_BLOCK):
-                    lines.append(_line("... "))
+                    lines.append(read_line("... "))
             return "\n".join(lines).removesuffix(_BLOCK), True
         lines = [line]
         with suppress(EOFError):
             while lines[-1].endswith("\\"):
                 lines[-1] = lines[-1][:-1]
-                lines.append(_line("... "))
+                lines.append(read_line("... "))
         return "\n".join(lines), False
 
     def _print(self, chunks: Iterator[Any]) -> None:
+        before = self._chat.left_out
         for chunk in chunks:
             output.say(chunk.text or "", end="")
         output.say("")
+        if count := self._chat.left_out - before:
+            output.tell(f"(the model's length is reached: the oldest {counted(count, 'message')} were left out)")
 
     def _obey(self, line: str) -> None:
-        name = line.split()[0]
+        name, *rest = line.split(None, 1)
         if name not in self._commands:
             raise OptionError(f"there is no command {name}: /help lists them, and {_BLOCK} begins a message")
-        command, says = self._commands[name]
+        command = self._commands[name]
         try:
-            _, *arguments = shlex.split(line)
+            arguments = command.read(rest[0] if rest else "")
         except ValueError as error:
             raise OptionError(f"{line}: {error}: put the name between double quotes") from error
         try:
-            signature(command).bind(*arguments)
+            signature(command.function).bind(*arguments)
         except TypeError as error:
-            raise OptionError(f"{name} {says}") from error
-        command(*arguments)
+            raise OptionError(f"{name} {command.help}") from error
+        command.function(*arguments)
 
     def _save(self, path: str) -> None:
         self._chat.save(path)
@@ -153,6 +180,10 @@ class Terminal:
         self._chat.undo()
         output.tell(f"removed the last message: {self._standing}")
 
+    def _clear(self) -> None:
+        self._chat.clear()
+        output.tell(f"removed the messages: {self._standing}")
+
     @property
     def _standing(self) -> str:
         cache = self._chat.cache
@@ -163,7 +194,24 @@ class Terminal:
         raise EOFError
 
     def _retry(self) -> None:
-        self._print(self._chat.stream_retry(**self._again))
+        chooses = _CHOOSING & self._chat.parameters.keys()
+        self._print(self._chat.stream_retry(**({} if chooses else {"do_sample": True})))  # else the same one again
+
+    def _system(self, text: str | None = None) -> None:
+        if text is not None:
+            self._chat.system = values.checked(text, "the system message")
+        output.tell(f"system message: {self._chat.system or 'none'}")
+
+    def _set(self, name: str | None = None, text: str | None = None) -> None:
+        if name is not None:
+            if text is None:
+                raise OptionError(f"/set {name}: give a value, or none for what the model's own settings say")
+            name, value = values.later_parameter(name, text)
+            parameters = _parameters(self._arguments, self._later | {name: value})
+            self._generator.chat(**parameters)  # raises as a turn would
+            self._later[name], self._chat.parameters = value, parameters
+        shown = (f"{name}={json.dumps(value, default=str)}" for name, value in self._chat.parameters.items())
+        output.tell(f"parameters: {', '.join(shown)}")
 
     def _stats(self) -> None:
         if self._chat.last is None:
@@ -177,15 +225,21 @@ class Terminal:
 
     def _help(self) -> None:
         width = max(map(len, self._commands))
-        output.tell("\n".join(f"{name:{width}}  {text}" for name, (_, text) in self._commands.items()))
+        output.tell("\n".join(f"{name:{width}}  {command.help}" for name, command in self._commands.items()))
 
 
-def _line(prompt: str) -> str:
-    """A line of standard input, without its end. Raises `EOFError`, and `OptionError` if it is no text."""
-    try:
-        line = input(prompt) + "\n" if sys.stdin.isatty() else sys.stdin.readline()
-    except UnicodeDecodeError as error:
-        raise OptionError(f"standard input is no text in UTF-8: {error.reason} at byte {error.start}") from error
-    if not line:
-        raise EOFError
-    return line.removesuffix("\n")
+@dataclass(frozen=True)
+class ChatCommand:
+    """help: of its arguments, and what it does. read: makes its arguments of what is typed behind its name."""
+
+    function: Callable[..., None]
+    help: str
+    read: Callable[[str], list[str]] = shlex.split
+
+
+def _text(typed: str) -> list[str]:
+    return [typed.strip()] if typed.strip() else []
+
+
+def _pair(typed: str) -> list[str]:
+    return re.split(r"\s*=\s*|\s+", typed.strip(), maxsplit=1) if typed.strip() else []

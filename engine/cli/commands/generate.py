@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.cli import options, output, rendering, values
-from engine.cli.libraries import load_generator, start_libraries
+from engine.cli.libraries import load_generator, load_processor, start_libraries
 from engine.cli.lines import Lines, digests_of, opened, write_lines
 from engine.cli.progress import Work
 from engine.errors import OptionError
@@ -14,13 +15,17 @@ from engine.tables import counted, terminal_width
 
 if TYPE_CHECKING:
     from configs import EngineConfig
+    from engine.generator import Generator
     from engine.result import Generation
     from engine.streaming import Stream
 
 
 @options.takes(options.GENERATE)
 def generate(**arguments: Any) -> None:
-    """Continue PROMPT. Greedy, unless the model's own settings or an option ask for sampling or for a search."""
+    """Answer PROMPT, where the tokenizer has a chat template, or else continue it.
+
+    Greedy, unless the model's own settings or an option ask for sampling or for a search.
+    """
     is_many = arguments["jsonl"] is not None or values.are_lines(arguments["file"] or [])
     settings = values.engine_config(arguments["config"], arguments)
     if settings.tp > 1 and values.reads_standard_input(arguments["prompt"] or [], arguments["file"] or []):
@@ -35,11 +40,15 @@ def generate(**arguments: Any) -> None:
         raise OptionError("--jsonl writes into a file, and prints no text: leave --stream, --json and --stats out")
     if is_many and (arguments["stream"] or arguments["stats"]):
         raise OptionError("for the lines of a .jsonl file JSON is printed, with stats: leave --stream and --stats out")
-    if arguments["system"] is not None and not arguments["chat"]:
-        raise OptionError("--system needs a chat: add --chat")
+    if arguments["system"] is not None and arguments["chat"] is False:
+        raise OptionError("--system begins a chat, and --raw reads a prompt plain: leave one of them out")
+    if arguments["image"] and (is_many or len(texts) > 1):
+        raise OptionError("--image is for one prompt: run it once for each")
     cache_config = values.assignments(arguments["cache_option"], "--cache-option") or None
-    texts, labels = values.without_labels(texts) if is_many else (texts, [])
-    inputs = values.chats(texts, arguments["system"]) if arguments["chat"] else texts
+    inputs, labels = values.without_labels(texts) if is_many else (texts, [])
+    if arguments["chat"] or arguments["system"] is not None:
+        values.check_texts(inputs, "--chat" if arguments["chat"] else "--system")
+        inputs = values.chats(inputs, arguments["system"])
     is_first = values.is_first_rank(settings)
     lines = _lines(arguments, inputs, labels, parameters, settings) if is_many else None
     if not is_first:
@@ -47,9 +56,17 @@ def generate(**arguments: Any) -> None:
         arguments["stats"] = False
     with Work(is_first) as work:
         start_libraries(work, arguments["model"], arguments["assistant_model"])
-        generator = load_generator(work, arguments["model"], settings, arguments["adapter"])
+        processor = load_processor(work, arguments["model"], settings) if arguments["image"] else None
+        generator = load_generator(
+            work, arguments["model"], settings, arguments["adapter"], reads_images=bool(processor)
+        )
         if arguments["assistant_model"] is not None:
             parameters["assistant_model"] = arguments["assistant_model"]
+        if arguments["chat"] is None and _answers(generator, processor):
+            _remark_control_tokens(generator, inputs)
+            inputs = values.chats(inputs, None)
+        if processor is not None:
+            inputs = _with_images(generator, processor, inputs[0], arguments["image"])
         if lines is not None:
             work.hide()
             write_lines(
@@ -65,6 +82,28 @@ def generate(**arguments: Any) -> None:
         output.remark(f"(ended at the limit of {counted(longest, 'token')}: --max-new-tokens or -n sets another)")
 
 
+def _answers(generator: Generator, processor: Any) -> bool:
+    """Whether a text is a user's message to this model."""
+    source = generator.tokenizer if processor is None else processor
+    return bool(getattr(source, "chat_template", None)) and not generator.model.config.is_encoder_decoder
+
+
+def _remark_control_tokens(generator: Generator, prompts: list[Any]) -> None:
+    """Say it where a prompt looks as if a chat template had written it already."""
+    from engine.chat_template import special_tokens
+
+    for token in special_tokens(generator.tokenizer).values():
+        if len(token) > 1 and any(isinstance(prompt, str) and prompt.startswith(token) for prompt in prompts):
+            output.tell(f"(a prompt begins with {token}, and is read as a user's message: --raw reads it plain)")
+            return
+
+
+def _with_images(generator: Generator, processor: Any, prompt: Any, paths: list[Path]) -> Any:
+    from engine.loading.images import read_prompt
+
+    return read_prompt(processor, prompt, paths, generator.model.dtype)
+
+
 def _lines(
     arguments: dict[str, Any],
     inputs: list[Any],
@@ -76,6 +115,7 @@ def _lines(
     memory, another may go on with other settings of these."""
     asked = [arguments[name] for name in ("model", "assistant_model", "cache", "cache_option")]
     asked += [] if arguments["adapter"] is None else [str(arguments["adapter"])]
+    asked += ["chat"] if arguments["chat"] is None else []  # if the tokenizer has a template
     configured = [settings.to_dict()[name] for name in ("cache", "dtype", "weights")]
     digests = digests_of(inputs, [parameters, asked, configured])
     lines = Lines(arguments["jsonl"], digests, labels, writes=values.is_first_rank(settings))

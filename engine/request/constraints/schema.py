@@ -49,7 +49,7 @@ def _says_nothing(name: str, value: Any, schema: Mapping[str, Any]) -> bool:
     if name == "if":
         return schema.keys().isdisjoint(("then", "else"))
     if name in ("unevaluatedItems", "unevaluatedProperties", "propertyNames"):
-        return value is True or value in ({}, {"type": "string"} if name == "propertyNames" else {})
+        return value is True or value == {} or (name, value) == ("propertyNames", {"type": "string"})
     return name == "uniqueItems" and value is False
 
 

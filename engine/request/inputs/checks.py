@@ -303,19 +303,28 @@ def check_length(prompt_columns: int, total: int) -> None:
         )
 
 
+class PositionsError(InputError):
+    """A text is longer than the model has positions. room: tokens that its prompt may have."""
+
+    def __init__(self, message: str, room: int):
+        super().__init__(message)
+        self.room = room
+
+
 def check_positions(
     model: PreTrainedModel, cache: EngineCache | None, prompt_columns: int, total: int, fed: int
 ) -> None:
-    """Raise `InputError` where the model lacks positions for `fed` of `total` columns: the last may not be fed."""
+    """Raise `PositionsError` where the model lacks positions for `fed` of `total` columns: the last may not be fed."""
     positions = most_positions(model)
     if positions is None:
         return
     needed = attention_view(cache).positions_needed(fed)
     if needed > positions:
-        raise InputError(
+        raise PositionsError(
             f"{lengths(prompt_columns, total - prompt_columns)} need {needed:,} positions, but the model "
-            f"has {positions:,}: shorten the prompt or max_new_tokens (or raise config.max_position_embeddings if its "
-            "positions are known to reach further)"
+            f"has {positions:,}: shorten the text, or keep a window of it with cache='sink' (or raise "
+            "config.max_position_embeddings if its positions are known to reach further)",
+            room=prompt_columns - (needed - positions),
         )
 
 

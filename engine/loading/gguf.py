@@ -1,0 +1,156 @@
+"""Models in GGUF files: weights of linear layers and embeddings stay the codes that are in the file.
+
+transformers reads the configuration and the tokenizer, and all of models whose weights it puts together differently.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, __version__
+
+from caches.platform.machine import cache_folder
+from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
+from engine.errors import InputError
+from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits, pack
+from engine.kernels.low_bit_linears import LowBitLinear
+from engine.kernels.weight_conversion import keep_data_type, linears_of, only_scales, replace_linear
+
+_WITHOUT_VALUES = torch.zeros((), device="cpu")  # and memory, for weights whose codes are kept
+_HASHED = 2**20  # bytes of a file that tell it from others, with its size and time
+
+
+class _Layout(NamedTuple):
+    """Of a type of blocks: the bits of a code, and how many numbers of float16 are in front of its 32 codes."""
+
+    bits: int
+    halves: int
+
+
+_LAYOUTS = {"Q8_0": _Layout(8, 1), "Q4_0": _Layout(4, 1), "Q4_1": _Layout(4, 2)}
+
+
+@contextmanager
+def settings_of(file: Path) -> Iterator[Path]:
+    """A folder with the configuration and the tokenizer of a file.
+
+    It stays in `$KVENGINE_CACHE`, because converting a vocabulary takes longer than reading the weights.
+    """
+    status = file.stat()
+    with file.open("rb") as content:
+        identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + content.read(
+            _HASHED
+        )
+    try:
+        folder = cache_folder() / "gguf" / sha256(identity).hexdigest()[:16]
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = None
+    if folder is not None and folder.is_dir():
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(dir=folder and folder.parent, ignore_cleanup_errors=True) as made:
+        _convert_settings(file, made)
+        if folder is not None:
+            with suppress(OSError):  # no room, or another process was faster
+                shutil.copytree(made, f"{made}-whole")
+                os.replace(f"{made}-whole", folder)
+        yield Path(made)
+
+
+def _convert_settings(file: Path, folder: str) -> None:
+    options = {"gguf_file": file.name}
+    AutoConfig.from_pretrained(str(file.parent), **options).save_pretrained(folder)
+    with suppress(OSError, ValueError, KeyError):  # there may be no vocabulary in it
+        AutoTokenizer.from_pretrained(str(file.parent), **options).save_pretrained(folder)
+
+
+def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: torch.dtype) -> PreTrainedModel | None:
+    """The model in a GGUF file, whose linear layers and embeddings keep its codes. dtype: of its other weights.
+
+    None where no codes can be kept: of other types, or of a model that transformers puts together differently. Raises
+    `InputError` where weights are missing.
+    """
+    with torch.device("meta"):
+        empty = auto_class.from_config(config)
+    tensors = gguf_tensors(file, empty) or {}
+    layers = _layers(empty)
+    coded = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None
+    }
+    if not coded:
+        return None
+    weights: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        values = _WITHOUT_VALUES.expand(empty.get_parameter(name).shape) if name in coded else tensor.values()
+        if values is None:
+            return None
+        weights[name] = values.to(dtype)
+    model, info = type(empty).from_pretrained(
+        None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(f"{len(missing)} weights of a {type(model).__name__} are missing: {missing[0]}, ...")
+    checked: set[str] = set()
+    for name, tensor in coded.items():
+        blocks = _blocks(tensor)
+        if plan_name(name) not in checked:  # one of each kind
+            _check(blocks, tensor)
+            checked.add(plan_name(name))
+        _put(model, *layers[name.removesuffix(".weight")], blocks)
+    keep_data_type(model)
+    return model
+
+
+def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
+    """The layers that may have codes, by the names of their weights: a linear layer, if there is one, and the
+    embeddings that share its weights. Embeddings do no more than look up rows."""
+    linears = linears_of(model)
+    tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    layers: dict[str, tuple[str | None, list[str]]] = {}
+    owners = {id(module.weight): name for name, module in linears.items()}
+    shared: dict[int, list[str]] = {}
+    for name, table in tables.items():
+        shared.setdefault(id(table.weight), []).append(name)
+    for weight in {*owners, *shared}:
+        names = shared.get(weight, [])
+        if all(only_scales(tables[name]) for name in names):
+            layers |= dict.fromkeys(filter(None, [owners.get(weight), *names]), (owners.get(weight), names))
+    return layers
+
+
+def _put(model: PreTrainedModel, linear: str | None, tables: list[str], blocks: BlockCodes) -> None:
+    """Let a linear layer, if there is one, and embeddings read codes."""
+    module = model.get_submodule(tables[0] if linear is None else linear)
+    encode = eight_bits if blocks.bits == 8 else four_bits
+    layer = LowBitLinear(blocks, module.weight.detach(), getattr(module, "bias", None), encode)
+    replace_linear(model, linear, layer, tables)
+
+
+def _blocks(tensor: GgufTensor) -> BlockCodes:
+    """The codes of a tensor, in our order."""
+    bits, halves = _LAYOUTS[tensor.type_name]
+    groups = tensor.raw().unflatten(1, (-1, 2 * halves + GROUP * bits // 8))  # [outs, groups, bytes]
+    scales, codes = groups[..., : 2 * halves].contiguous().view(torch.float16), groups[..., 2 * halves :]
+    codes = codes ^ 128 if bits == 8 else torch.cat([codes & 15, codes >> 4], dim=-1)  # of 8 bits with a sign
+    return pack(codes[tensor.order], scales[tensor.order], bits)
+
+
+def _check(blocks: BlockCodes, tensor: GgufTensor) -> None:
+    """Raise `AssertionError` where codes have other values than the file."""
+    assert tensor.order is not None
+    outs = torch.arange(0, len(tensor.order), max(1, len(tensor.order) // 64), device="cpu")
+    values = tensor.rows(outs)
+    if not torch.equal(blocks.rows(outs)[:, : values.shape[1]], values):
+        raise AssertionError(f"codes of {tensor.type_name} are not read as they are written")

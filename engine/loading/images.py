@@ -1,0 +1,79 @@
+"""Prompts with images from files, as the model's own processor writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoProcessor
+
+from caches.platform.out_of_memory import in_words, is_out_of_memory
+from engine.chat_template import Message
+from engine.errors import InputError
+from engine.loading.location import locate
+from engine.prompt import EncodedPrompt
+
+
+def load_processor(model: str | Path, trust_remote_code: bool) -> Any:
+    """The processor of the model at a local path or a hub id. Raises `InputError` where it takes no images."""
+    if find_spec("PIL") is None:
+        raise InputError("images are read with the package Pillow, which is not installed: pip install pillow")
+    try:
+        processor = AutoProcessor.from_pretrained(locate(model), trust_remote_code=trust_remote_code)
+    except InputError:
+        raise
+    except Exception as error:  # of whatever package an image processor needs
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{str(model)!r} has no processor of images that can be loaded: {in_words(error)}") from error
+    if not hasattr(processor, "image_processor"):
+        raise InputError(f"{str(model)!r} takes no images: leave them out, or choose a model that does")
+    return processor
+
+
+def read_prompt(
+    processor: Any, prompt: str | Sequence[Message], paths: Sequence[Path], dtype: torch.dtype
+) -> EncodedPrompt:
+    """The inputs of a model for a prompt with images.
+
+    prompt: a text that has the processor's placeholders, or messages whose contents are texts: the images come before
+    that of the last one. dtype: of the pixels. Raises `InputError`.
+    """
+    images = [_read(path) for path in paths]
+    try:
+        if isinstance(prompt, str):
+            inputs = processor(text=prompt, images=images, return_tensors="pt")
+        else:
+            contents = [[{"type": "text", "text": message["content"]}] for message in prompt]
+            contents[-1][:0] = [{"type": "image", "image": image} for image in images]
+            inputs = processor.apply_chat_template(
+                [dict(message, content=content) for message, content in zip(prompt, contents, strict=True)],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                return_tensors="pt",
+            )
+    except Exception as error:  # processors raise what they like
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"the model's processor refuses this prompt with images: {in_words(error)}") from error
+    inputs = {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+    encoded = EncodedPrompt(inputs.pop("input_ids"), is_chat=not isinstance(prompt, str))
+    encoded.update(inputs)
+    return encoded
+
+
+def _read(path: Path) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (UnidentifiedImageError, SyntaxError, ValueError) as error:
+        raise InputError(f"{str(path)!r} is no image that Pillow reads: {in_words(error)}") from error

@@ -1,0 +1,55 @@
+"""Llama models written as GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaForCausalLM
+
+_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+          "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+          "model.layers.": "blk."}  # fmt: skip
+
+
+def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokenizer: dict[str, Any]) -> Path:
+    """A file with the matrices of `model` as blocks of a type of the package gguf, and everything else in float32.
+
+    tokenizer: the model of a tokenizer.json, with its vocabulary and merges.
+    """
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+    writer.add_eos_token_id(config.eos_token_id or 0)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for theirs, its in (("self_attn.q_proj", "num_attention_heads"), ("self_attn.k_proj", "num_key_value_heads")):
+            if theirs in name:  # llama.cpp keeps pairs of rotated elements side by side
+                heads = getattr(config, its)
+                weight = weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        for theirs, its in _NAMES.items():
+            name = name.replace(theirs, its)
+        values = weight.float().contiguous().numpy()
+        kind = type_of_blocks if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
