@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ Message = Mapping[str, Any]
 OPTIONS = ("continue_final_message", "add_generation_prompt", "sanitize_control_tokens")
 
 # In a chat that is written to see what a template makes of one.
-_QUESTION, _ANSWER = "kvengine's question", "kvengine's answer"
+_QUESTION, _ANSWER, _TOOL = "kvengine's question", "kvengine's answer", "kvengines_tool"
 _BREAK = "\ufdd0"  # no character: texts are tokenized for themselves on both sides of it
 
 
@@ -78,23 +79,32 @@ def is_message(value: object) -> bool:
 
 def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: TemplateOptions) -> str:
     """The messages as the tokenizer's template writes them; `ids_of` reads this text. Raises `InputError`."""
-    options = options.resolved(messages)
-    begins = replace(options, continue_final_message=False, add_generation_prompt=True)
-    try:
-        messages = _as_read(tokenizer, messages)
-        text = _written(tokenizer, messages, options)
-        if options.continue_final_message and not _text_of(messages[-1].get("content")).strip():
-            # Where templates strip texts, the end of an empty one is not found behind the white space before it.
-            with suppress(Exception):  # the messages before it may be refused alone
-                begun = _written(tokenizer, messages[:-1], begins)
-                text = begun if begun.startswith(text) else text
-        return text
-    except (MemoryError, InputError):
-        raise
-    except Exception as error:  # a template raises what it likes
-        raise InputError(
-            f"the model's chat template refuses these messages: {type(error).__name__}: {error}"
-        ) from error
+    options, failure = options.resolved(messages), None
+    for arguments_as in (_as_objects, _as_json):  # some templates join the arguments of tool calls to texts
+        try:
+            read = _as_read(tokenizer, _with_calls(messages, arguments_as))
+            text = _with_answer_begun(tokenizer, read, options, _written(tokenizer, read, options))
+            _check_calls(tokenizer, messages)
+            return text
+        except (MemoryError, InputError):
+            raise
+        except Exception as error:  # a template raises what it likes
+            failure = failure or error
+    raise InputError(
+        f"the model's chat template refuses these messages: {type(failure).__name__}: {failure}"
+    ) from failure
+
+
+def _with_answer_begun(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: TemplateOptions, text: str
+) -> str:
+    """Where templates strip texts, the end of an empty one to go on with is not found behind the white space before."""
+    if options.continue_final_message and not _text_of(messages[-1].get("content")).strip():
+        begins = replace(options, continue_final_message=False, add_generation_prompt=True)
+        with suppress(Exception):  # the messages before it may be refused alone
+            begun = _written(tokenizer, messages[:-1], begins)
+            return begun if begun.startswith(text) else text
+    return text
 
 
 def _written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: TemplateOptions) -> str:
@@ -130,6 +140,62 @@ def _joined(content: object) -> object:
         if not isinstance(item, Mapping) or item.get("type", "text") != "text" or not isinstance(item.get("text"), str):
             raise InputError(f"the model's chat template reads texts alone, and a message has the part {item!r:.80}")
     return _text_of(content)
+
+
+# Calls of tools.
+
+
+def _with_calls(messages: Sequence[Message], arguments_as: Callable[[object], object]) -> list[Message]:
+    """With the arguments of tool calls in another form."""
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": arguments_as(function["arguments"])}}
+
+    calls = [message.get("tool_calls") for message in messages]
+    return [
+        {**message, "tool_calls": list(map(changed, own))} if isinstance(own, (list, tuple)) else message
+        for message, own in zip(messages, calls, strict=True)
+    ]
+
+
+def _as_objects(arguments: object) -> object:
+    """Protocols have JSON in a text, which most templates would write as JSON once more."""
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(arguments)
+            return value if isinstance(value, dict) else arguments
+    return arguments
+
+
+def _as_json(arguments: object) -> object:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _check_calls(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
+    """Raise `InputError` where messages have calls of tools and the template writes none."""
+    place = next((number for number, message in enumerate(messages) if message.get("tool_calls")), None)
+    if place is not None and _omits_calls(tokenizer):
+        raise InputError(
+            f"message {place} calls tools, and the model's chat template leaves calls out: write the call into the "
+            "content of the message"
+        )
+
+
+def _omits_calls(tokenizer: PreTrainedTokenizerBase) -> bool:
+    call = {"id": "kvengine1", "type": "function", "function": {"name": _TOOL, "arguments": {_TOOL: _TOOL}}}
+    chat: list[Message] = [
+        {"role": "user", "content": _QUESTION},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "kvengine1", "name": "", "content": _ANSWER},
+    ]
+    for arguments_as in (_as_objects, _as_json):
+        with suppress(Exception):  # a template raises what it likes
+            read = _as_read(tokenizer, _with_calls(chat, arguments_as))
+            return _TOOL not in _rendered(tokenizer, CLOSED, read, {})
+    return False
 
 
 def _part_of(text: str) -> list[dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,12 +72,7 @@ def chat_ids(body: ChatRequest, texts: Texts) -> list[int]:
         raise InputError("the model has no chat template: use /v1/completions")
     _check_template(tokenizer.chat_template, body.engine.chat_template_kwargs, tools)
     options = replace(TemplateOptions.of(body), more={"tools": tools} | body.engine.chat_template_kwargs)
-    try:
-        text = written(tokenizer, list(map(_with_objects, messages)), options)
-    except InputError as error:
-        if not isinstance(error.__cause__, TypeError):
-            raise
-        text = written(tokenizer, messages, options)  # the template takes the arguments of tool calls as text
+    text = written(tokenizer, messages, options)
     return texts.ids(text, lambda text: ids_of(tokenizer, text, options))
 
 
@@ -88,24 +82,6 @@ def continues(body: ChatRequest | CompletionRequest) -> bool:
         return True
     messages = [message.model_dump(exclude_unset=True) for message in body.messages]
     return bool(TemplateOptions.of(body).resolved(messages).continue_final_message)
-
-
-def _with_objects(message: dict[str, Any]) -> dict[str, object]:
-    """With the arguments of tool calls as objects: the protocol has JSON in a string, which most templates would write
-    as JSON once more."""
-    calls = message.get("tool_calls")
-    return message | {"tool_calls": list(map(_with_arguments, calls))} if isinstance(calls, list) else message
-
-
-def _with_arguments(call: Any) -> object:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _check_template(template: str, arguments: Mapping[str, object], tools: object) -> None:

@@ -186,6 +186,38 @@ def test_tools_and_their_calls(kind):
     assert generator_of(kind).generate([USER, CALL, answer], max_new_tokens=2).tokens
 
 
+_WRITES_CALLS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}CALL{% endfor %}/{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        ("{{ c.function.name }} {{ c.function.arguments | tojson }}", 'clock {"zone": "UTC"}'),
+        ("{{ c.function.name + ' ' + c.function.arguments }}", 'clock {"zone": "UTC"}'),
+        (
+            "{{ c.function.name }}{% for n, v in c.function.arguments.items() %} {{ n }}={{ v }}{% endfor %}",
+            "clock zone=UTC",
+        ),
+    ],
+    ids=["JSON", "joined", "items"],
+)
+@pytest.mark.parametrize("arguments", [{"zone": "UTC"}, '{"zone": "UTC"}'], ids=["object", "text"])
+def test_arguments_of_a_call_have_the_form_that_the_template_reads(call, text, arguments):
+    tokenizer = tokenizer_of("chatml")
+    tokenizer.chat_template = _WRITES_CALLS.replace("CALL", call)
+    message = CALL | {"tool_calls": [{"type": "function", "function": {"name": "clock", "arguments": arguments}}]}
+    assert written(tokenizer, [USER, message], TemplateOptions()) == f"How are you?/{text}/"
+
+
+def test_calls_that_a_template_leaves_out_are_refused_before_any_work():
+    gen = generator_of("chatml")
+    gen.tokenizer.chat_template = _WRITES_CALLS.replace("CALL", "")
+    with pytest.raises(engine.InputError, match=r"message 1 calls tools, .* leaves calls out: write the call into"):
+        gen.generate([USER, CALL, {"role": "tool", "content": "12:00"}], max_new_tokens=2)
+    gen.tokenizer.chat_template = _WRITES_CALLS.replace("CALL", "{{ c.function.arguments.zone.upper() }}")
+    assert written(gen.tokenizer, [USER, CALL], TemplateOptions()) == "How are you?/UTC/"  # not known: not refused
+
+
 # The last message is the assistant's.
 
 

@@ -318,6 +318,12 @@ def test_too_few_tokens():
         ({"json_schema": 5}, "a JSON schema as a dict"),
         ({"json_schema": {"type": "integer", "minimum": 3, "maximum": 1}}, "Unsatisfiable schema: minimum"),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+        ({"json_schema": {"type": "string", "format": "iri"}}, "Unknown format: iri: leave it out"),
+        (
+            {"json_schema": {"minProperties": 3, "required": ["a"]}},
+            "minProperties=3 with 1 required ones cannot be kept",
+        ),
+        ({"json_schema": {"type": "integer", "minimum": 2**63}}, "more than the 64 bits"),
         ({"json_schema": False}, "json_schema"),
         ({"json_schema": [{}, {}]}, "a list of 2, and there are 1 prompts"),
         ({"response_format": {"type": "yaml"}}, "response_format=.*json_object"),

@@ -47,7 +47,7 @@ MISTRAL = (  # an answer is closed by the end token itself
     "{{ bos_token }}{% for m in messages %}"
     "{% if m.role == 'user' and loop.last and tools %}[TOOLS]{{ tools | tojson }}[/TOOLS]{% endif %}"
     "{% if m.role in ('user', 'system') %}{{ '[INST] ' + m.content + '[/INST]' }}"
-    "{% else %}{{ ' ' + (m.content | trim) + eos_token }}{% endif %}{% endfor %}",
+    "{% else %}{{ ' ' + (m.content | trim) }}" + _CALLS + "{{ eos_token }}{% endif %}{% endfor %}",
 )
 KINDS = {"chatml": CHATML, "llama3": LLAMA3, "gemma": GEMMA, "mistral": MISTRAL}
 WITHOUT_SYSTEM = ("gemma",)

@@ -12,7 +12,8 @@ from transformers import GenerationConfig
 from engine.errors import OptionError
 from engine.readers import is_pydantic
 from engine.request.call import Call
-from engine.request.constraints.number_length import NumberLength, number_length
+from engine.request.constraints.json_limits import JsonLimits, json_limits
+from engine.request.constraints.schema import prepared
 
 NAMES = ("response_format", "json_schema", "regex", "choices", "grammar")
 # Between tokens of JSON a blank, or a line break with its indentation. Small models close a list at once that they may
@@ -26,12 +27,12 @@ _WRITING = {*_PRETTY, *_COMPACT}
 @dataclass(frozen=True)
 class Constraint:
     """said: the parameter that asks for it. grammar: in the words of llguidance. parse: of a complete text; None where
-    the text itself is all. number_length: of those in a JSON text."""
+    the text itself is all. json_limits: of JSON texts."""
 
     said: str
     grammar: str
     parse: Callable[[str], object] | None = None
-    number_length: NumberLength | None = None
+    json_limits: JsonLimits | None = None
 
 
 def read_constraints(call: Call, prompts: int) -> tuple[Constraint | None, ...] | None:
@@ -139,8 +140,10 @@ def _of_schema(name: str, value: Any) -> Constraint:
             value, parse = _closed(value.model_json_schema()), value.model_validate_json
         asked = value.get("x-guidance") if isinstance(value, Mapping) else None
         writing = _COMPACT if isinstance(asked, Mapping) and not _WRITING.isdisjoint(asked) else _PRETTY
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(value), defaults=writing)
-        return Constraint(name, grammar, parse, number_length(value))
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(prepared(value)), defaults=writing)
+        return Constraint(name, grammar, parse, json_limits(value))
+    except OptionError as error:
+        raise OptionError(f"{name}: {error}") from error
     except Exception as error:  # pydantic has errors of its own
         raise OptionError(f"{name} is no JSON schema: {type(error).__name__}: {error}") from error
 

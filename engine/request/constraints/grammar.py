@@ -18,7 +18,7 @@ from transformers import LogitsProcessor, PreTrainedTokenizerBase, PreTrainedTok
 from engine.chat_template import special_tokens
 from engine.errors import OptionError
 from engine.request.constraints.constraint import Constraint
-from engine.request.constraints.number_length import Reading, number_tokens
+from engine.request.constraints.json_limits import Reading, json_tokens
 
 _logger = logging.getLogger("engine")
 
@@ -243,16 +243,15 @@ class Grammar(LogitsProcessor):
     def _allowed(self, text: _Text, state: _State) -> bytes | bytearray:
         """A byte for each token, 0 for those that may not come next."""
         number, tokens = text
-        length = self._unique[number].number_length
-        if length is not None:
+        limits = self._unique[number].json_limits
+        if limits is not None:
             ends = (len(tokens) - distance for distance in range(1, min(len(tokens), _KEPT) + 1))
             states = ((end, self._states.get((number, tokens[:end]))) for end in ends)
             end, reading = next(
                 ((end, entry.reading) for end, entry in states if entry and entry.reading), (0, Reading())
             )
-            state.reading, _ = length.after(reading, self._library.decode_bytes(list(tokens[end:])))
-            if state.reading.is_in_number:
-                return number_tokens(self._tokenizer, self._library).allowed(state.matcher, length, state.reading)
+            state.reading, _ = limits.after(reading, self._library.decode_bytes(list(tokens[end:])))
+            return json_tokens(self._tokenizer, self._library).allowed(state.matcher, limits, state.reading)
         allowed: bytes = state.matcher.compute_logit_bias()
         return allowed
 
@@ -302,8 +301,18 @@ def _matcher(constraint: Constraint, library: object) -> Any:
     if matcher.is_error() or is_empty:
         error = matcher.get_error()
         is_empty |= error.startswith("NoExtensionBias")
-        raise OptionError(f"{constraint.said}: {'no text can follow it' if is_empty else _in_short(error)}")
+        reason = "no text can follow it" if is_empty else _in_short(error)
+        remedies = (remedy for beginning, remedy in _REMEDIES.items() if reason.startswith(beginning))
+        raise OptionError(": ".join((constraint.said, reason, *remedies)))
     return matcher
+
+
+_REMEDIES = {  # by how the library's words begin
+    "Unimplemented keys": "leave them out of the schema, and check the value that comes",
+    "Unknown format": "leave it out of the schema, or write it as a pattern",
+    "oneOf": "write anyOf, which differs where a value fits more than one entry",
+    "Resource": "nothing is fetched, so put what $ref points to into $defs",
+}
 
 
 def _in_short(message: str) -> str:

@@ -13,7 +13,8 @@ pytest.importorskip("jsonschema")
 from jsonschema import Draft202012Validator
 from schemas import STRATEGIES, VOCABULARY, generator, grammar_of, tokenizer
 
-from engine.request.constraints.number_length import NumberLength, Reading, number_length
+from engine.request.constraints.json_limits import JsonLimits, Reading, json_limits
+from engine.request.constraints.schema import prepared
 
 ENDLESS = {
     "range": {"type": "number", "minimum": 0.5, "maximum": 0.75},
@@ -94,6 +95,53 @@ def test_valid_numbers_stay_valid_up_to_the_limit():
         assert not accepts({"type": "number"}, text), text
 
 
+KNOWN = {"type": "object", "properties": {"größe": {"type": "integer"}, "a\tb": {}, "c\x1f": {}}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [r'{"gr\u00f6\u00dfe": "x"}', r'{"\u0067röße": "x"}', r'{"a\u0009b": 1}', r'{"c\u001F": 1}', r'{"x": "\u0041"}'],
+)
+def test_a_string_has_one_spelling(text):
+    """In another one the grammar takes a property for a further one, of which it knows nothing."""
+    assert not accepts(KNOWN, text)
+
+
+def test_texts_that_need_a_code_have_one():
+    for text in (r'{"größe": 1, "x": "a\n\u001b[0m \\u0041"}', r'{"a\tb": 1, "c\u001f": 1}', r'{"\u0000": "\\"}'):
+        assert accepts(KNOWN, text), text
+
+
+@pytest.mark.parametrize(
+    ("schema", "inside", "outside"),
+    [
+        ({"maximum": 2**53 + 3}, 2**53 + 2, 2**53 + 4),
+        ({"minimum": 2**53 + 1}, 2**53 + 2, 2**53),
+        ({"exclusiveMaximum": 2**60}, 2**60 - 128, 2**60),
+        ({"exclusiveMinimum": -(2**60)}, -(2**60) + 128, -(2**60)),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, 2**63 - 1, 2**63),
+        ({"minimum": -(2**63), "maximum": 2**63 - 1}, -(2**63) + 1024, -(2**63) - 1),
+    ],
+    ids=str,
+)
+def test_large_bounds_are_kept(schema, inside, outside):
+    schema = {"type": "integer"} | schema
+    assert accepts(schema, str(inside))
+    assert not accepts(schema, str(outside))
+
+
+def test_what_says_nothing_is_left_out_of_a_schema():
+    nothing = {"uniqueItems": False, "then": {}, "minContains": 1, "unevaluatedItems": True, "minItems": 1.0}
+    assert prepared({"$defs": {"a": nothing}, "items": [nothing], "const": nothing}) == {
+        "$defs": {"a": {"minItems": 1}}, "items": [{"minItems": 1}], "const": nothing,
+    }  # fmt: skip
+    names = {"propertyNames": {"type": "string"}, "additionalProperties": {"propertyNames": {"maxLength": 3}}}
+    assert prepared(names) == {"additionalProperties": {"propertyNames": {"maxLength": 3}}}
+    assert prepared({"properties": {"uniqueItems": False, "if": {}}}) == {
+        "properties": {"uniqueItems": False, "if": {}}
+    }
+
+
 @pytest.mark.parametrize(
     "text", ["[\n    1,\n    [\n        2\n    ]\n]", "[1, [2]]", "[1,[2]]", "[\n\t1,\n\t[\n\t\t2\n\t]\n]"]
 )
@@ -116,13 +164,13 @@ def test_white_space_is_no_setting_of_other_words_for_the_library():
      ("[10", ("INTEGER", 2)), ("-1", ("INTEGER", 1))],
 )  # fmt: skip
 def test_where_a_text_has_come_to(text, place):
-    reading, _ = NumberLength().after(Reading(), text.encode())
+    reading, _ = JsonLimits().after(Reading(), text.encode())
     assert (reading.place.name, reading.digits) == place
 
 
 def test_figures_of_the_schema_make_longer_numbers_possible():
-    assert number_length({"type": "number"}) == NumberLength()
-    assert number_length({"anyOf": [{"type": "integer"}]}).integer == 20
-    assert number_length({"properties": {"a": {"minimum": 10**30}}}).integer == 31
-    assert number_length({"maximum": 1e-22}).significant > 22
-    assert number_length(True) == NumberLength()
+    assert json_limits({"type": "number"}) == JsonLimits()
+    assert json_limits({"anyOf": [{"type": "integer"}]}).integer == 20
+    assert json_limits({"properties": {"a": {"minimum": 10**30}}}).integer == 31
+    assert json_limits({"maximum": 1e-22}).significant > 22
+    assert json_limits(True) == JsonLimits()
