@@ -412,7 +412,8 @@ struct FourBitFit {
     const Lanes inverse = inverse_of(scale);
     for (int64_t i = 0; i < block_inputs; i++) {
       const Lanes code = code_of(weights[i], least, inverse);
-      for (int64_t lane = 0; lane < lanes; lane++) codes[i][lane] = static_cast<uint8_t>(code[lane]);
+      const Integers whole = __builtin_convertvector(code, Integers);
+      for (int64_t lane = 0; lane < lanes; lane++) codes[i][lane] = static_cast<uint8_t>(whole[lane]);
     }
   }
 
@@ -432,17 +433,15 @@ inline void encode_blocks(const float* weights, int64_t blocks, int64_t groups, 
       for (int64_t group = 0; group < groups; group++) {
         const int64_t at = block * groups + group;
         uint8_t* to = codes + at * 256;
-        std::memset(to, 0, 256);
         for (int64_t first = 0; first < block_outs; first += lanes) {
-          Lanes values[block_inputs];
-          for (int64_t lane = 0; lane < lanes; lane++) {
-            const float* from = weights + ((block * block_outs + first + lane) * groups + group) * block_inputs;
-            for (int64_t i = 0; i < block_inputs; i++) values[i][lane] = from[i];
-          }
-          const FourBitFit fit(values);
-          for (int64_t i = 0; i < block_inputs; i++)
-            for (int64_t lane = 0; lane < lanes; lane++)
-              to[i / 8 * 64 + (first + lane) * 4 + i % 4] |= fit.codes[i][lane] << (i % 8 < 4 ? 0 : 4);
+          alignas(64) float values[block_inputs * lanes];
+          const float* from = weights + ((block * block_outs + first) * groups + group) * block_inputs;
+          transpose(from, groups * block_inputs, lanes, block_inputs, values, lanes);
+          const FourBitFit fit(reinterpret_cast<const Lanes*>(values));
+          for (int64_t i = 0; i < block_inputs; i += 8)
+            for (int64_t byte = 0; byte < 4; byte++)
+              for (int64_t lane = 0; lane < lanes; lane++)
+                to[i * 8 + (first + lane) * 4 + byte] = fit.codes[i + byte][lane] | fit.codes[i + byte + 4][lane] << 4;
           store_as_halves(fit.scale, scales + at * 2 * block_outs + first);
           store_as_halves(fit.least, scales + (at * 2 + 1) * block_outs + first);
         }
