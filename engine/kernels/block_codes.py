@@ -83,9 +83,9 @@ def four_bits(weight: torch.Tensor) -> BlockCodes:
         scales = torch.empty(*blocks, 2, _OUTS, dtype=torch.float16, device=weight.device)
         operators.encode_four_bits(filled, codes, scales)
         return BlockCodes(codes, scales)
-    pieces = groups.split(max(1, _AT_ONCE // weight.shape[1]))
-    codes, scales = zip(*map(_fitted, pieces), strict=True)
-    return pack(torch.cat(codes), torch.cat(scales), bits=4)
+    fitted = [_fitted(piece) for piece in groups.split(max(1, _AT_ONCE // weight.shape[1]))]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*fitted, strict=True))
+    return pack(codes, scales, bits=4)
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:

@@ -412,8 +412,8 @@ struct FourBitFit {
     const Lanes inverse = inverse_of(scale);
     for (int64_t i = 0; i < block_inputs; i++) {
       const Lanes code = code_of(weights[i], least, inverse);
-      const Integers whole = __builtin_convertvector(code, Integers);
-      for (int64_t lane = 0; lane < lanes; lane++) codes[i][lane] = static_cast<uint8_t>(whole[lane]);
+      const Integers integers = __builtin_convertvector(code, Integers);
+      for (int64_t lane = 0; lane < lanes; lane++) codes[i][lane] = static_cast<uint8_t>(integers[lane]);
     }
   }
 

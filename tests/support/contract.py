@@ -98,6 +98,8 @@ def options_of(backend: str, kind: Kind) -> dict[str, int]:
     size = {"max_cache_len": SIZE} if recipe.has_a_size else {}
     if "residual_length" in recipe.options.option_names():
         size["residual_length"] = 3  # so that few tokens are enough to encode some
+    if "rotate" in recipe.options.option_names():
+        size["rotate"] = False  # values are compared exactly; what rotation does: test_rotation.py
     asked = {"window_length": kind.window, "num_sink_tokens": kind.sinks}
     return size | {name: value for name, value in asked.items() if value is not None}
 
