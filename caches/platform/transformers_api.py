@@ -307,8 +307,8 @@ class GgufTensor:
 def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | None:
     """The tensors of a GGUF file by the names of `model`, which may have no memory.
 
-    None for architectures and releases (5.17) of which transformers does not tell which tensor is which, and for files
-    with types that its reader of headers does not know, such as Q5_0.
+    None for architectures of which transformers does not tell which tensor is which, and for files with types that its
+    reader of headers does not know: Q5_0, and in 5.17 also Q4_0 and Q4_1.
     """
     try:
         from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict

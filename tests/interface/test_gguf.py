@@ -11,10 +11,11 @@ import engine
 from engine.kernels.low_bit_linears import LowBitEmbedding, LowBitLinear
 
 gguf = pytest.importorskip("gguf")
-pytest.importorskip("transformers.integrations.gguf.reader", reason="this transformers has no reader of headers")
+dequant = pytest.importorskip("transformers.integrations.gguf.dequant", reason="transformers reads no headers yet")
 TYPES = gguf.GGMLQuantizationType
 BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}  # of 32 weights
-TOKENS = {"vocab": {chr(33 + token): token for token in range(100)} | {"ab": 100}, "merges": [("a", "b")]}
+TOKENS = {"vocab": {chr(33 + token): token for token in range(99)} | {"ab": 99, "cd": 100},
+          "merges": [("a", "b"), ("c", "d")]}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +24,8 @@ def files(tmp_path_factory):
     folder, written = tmp_path_factory.mktemp("gguf"), {}
 
     def file(type_name, is_tied=False, **sizes):
+        if type_name in BYTES and TYPES[type_name] not in dequant.GGML_BLOCK:
+            pytest.skip(f"the reader of headers in this transformers does not know {type_name} yet")
         key = type_name, is_tied, *sizes.items()
         if key not in written:
             torch.manual_seed(0)

@@ -35,6 +35,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokeniz
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+    writer.add_bos_token_id(config.bos_token_id or 0)
     writer.add_eos_token_id(config.eos_token_id or 0)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
