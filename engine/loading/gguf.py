@@ -23,7 +23,7 @@ from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
 from engine.errors import InputError
 from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits, pack
 from engine.kernels.low_bit_linears import LowBitLinear
-from engine.kernels.weight_conversion import keep_data_type, linears_of, only_scales, replace_linear
+from engine.kernels.weight_conversion import keep_data_type, linears_of, replace_linear
 
 _WITHOUT_VALUES = torch.zeros((), device="cpu")  # and memory, for weights whose codes are kept
 _HASHED = 2**20  # bytes of a file that tell it from others, with its size and time
@@ -47,9 +47,8 @@ def settings_of(file: Path) -> Iterator[Path]:
     """
     status = file.stat()
     with file.open("rb") as content:
-        identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + content.read(
-            _HASHED
-        )
+        beginning = content.read(_HASHED)
+    identity = f"{file.resolve()} {status.st_size} {status.st_mtime_ns} {__version__}".encode() + beginning
     try:
         folder = cache_folder() / "gguf" / sha256(identity).hexdigest()[:16]
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -61,9 +60,11 @@ def settings_of(file: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=folder and folder.parent, ignore_cleanup_errors=True) as made:
         _convert_settings(file, made)
         if folder is not None:
+            complete = f"{made}-complete"
             with suppress(OSError):  # no room, or another process was faster
-                shutil.copytree(made, f"{made}-whole")
-                os.replace(f"{made}-whole", folder)
+                shutil.copytree(made, complete)
+                os.replace(complete, folder)
+            shutil.rmtree(complete, ignore_errors=True)
         yield Path(made)
 
 
@@ -115,7 +116,7 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
 
 def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
     """The layers that may have codes, by the names of their weights: a linear layer, if there is one, and the
-    embeddings that share its weights. Embeddings do no more than look up rows."""
+    embeddings that share its weights. Embeddings that do more than look up rows have none."""
     linears = linears_of(model)
     tables = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     layers: dict[str, tuple[str | None, list[str]]] = {}
@@ -125,7 +126,7 @@ def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
         shared.setdefault(id(table.weight), []).append(name)
     for weight in {*owners, *shared}:
         names = shared.get(weight, [])
-        if all(only_scales(tables[name]) for name in names):
+        if all(type(tables[name]) is nn.Embedding for name in names):  # what others do cannot be tried without weights
             layers |= dict.fromkeys(filter(None, [owners.get(weight), *names]), (owners.get(weight), names))
     return layers
 
