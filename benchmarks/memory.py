@@ -26,7 +26,6 @@ import transformers
 import typer
 from common import (
     SHAPES,
-    bandwidth,
     encoded_bytes_per_token,
     full_bytes_per_token,
     kept_bytes,
@@ -43,6 +42,7 @@ import caches
 import configs
 import engine
 from caches.platform.host_allocator import keep_freed_memory
+from engine.measuring.decoding import bandwidth
 
 PIECE = 512  # tokens of the prompt that are read at once
 _console = Console()

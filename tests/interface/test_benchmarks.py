@@ -65,11 +65,12 @@ def test_quality_and_its_plot(tmp_path):
                "dynamic; kivi, 4 bits; hqq, 1 bit, per token; sliding_window, 1/4"]  # fmt: skip
     out = tmp_path / "quality.json"
     found = run("quality.py", out, options)
-    exact, coarse, spoiled, window = found["caches"].values()
+    names = "dynamic", "kivi, 4 bits", "hqq, 1 bit, per token", "sliding_window, 1/4"
+    exact, coarse, spoiled, window = map(found["caches"].get, names)
     assert (exact["bits"], exact["kl"], exact["same_top"]) == (32, pytest.approx(0, abs=1e-6), 1)
     # That one bit spoils the text shows that what is scored was read from the codec.
     assert 1e-4 < coarse["kl"] < 0.1 < window["kl"] < 1 < spoiled["kl"]
-    assert window["bits"] == pytest.approx(8, rel=0.1)
+    assert 8 <= window["bits"] < 11  # a quarter of 32, and what is read at a time
     assert all(0 <= row["facts"]["500"] <= found["facts"] for row in found["caches"].values())
     for weights in (found["weights"]["model"], found["weights"]["twin"]):
         assert weights["full"]["kl"] < 1e-6 < weights["int8"]["kl"] < weights["int4"]["kl"] < 1
