@@ -2,6 +2,7 @@
 calls notice those of steps (tests/support/damage.py)."""
 
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import changed
 import histories
@@ -17,6 +18,7 @@ from caches.layers.model_version import ModelVersion
 from caches.layers.read_by import ReadBy
 from caches.transfer import comparison
 from engine import run_builder
+from engine.model import facts
 from engine.request.inputs import continuation
 
 _version_of = read_by.model_version
@@ -93,6 +95,14 @@ def test_histories_of_models_notice(breakage, monkeypatch):
         changed.run(range(500))
 
 
+@pytest.fixture
+def own_facts(monkeypatch, tmp_path):
+    """What trials say of damaged models is kept neither in this process nor in a file."""
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(facts, "_answers", WeakKeyDictionary())
+
+
+@pytest.mark.usefixtures("own_facts")
 @pytest.mark.parametrize("damage", those(CALLS))
 def test_the_first_calls_notice(damage, monkeypatch):
     random_calls.cells()  # which caches lose nothing is found out before

@@ -70,7 +70,7 @@ def writings(value):
 
 
 def other_spellings(value):
-    """The same with characters escaped, as nobody has to."""
+    """JSON texts of the same value that escape characters of its strings."""
     text = json.dumps(value, ensure_ascii=False)
     yield json.dumps(value)
     yield re.sub(r'(?<=")(\w)', lambda match: f"\\u{ord(match[1]):04x}" if ord(match[1]) < 2**16 else match[1], text)
