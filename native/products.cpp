@@ -131,7 +131,7 @@ BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& 
   STD_TORCH_CHECK(are_of(scales, has_factors ? groups / groups_of_scale : groups), "scales are of different blocks");
   STD_TORCH_CHECK(scales.size(2) == 1 || scales.size(2) == 2, "an output has a scale, or a scale and a least value");
   const bool has_least = scales.size(2) == 2;
-  STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits have a scale per group");
+  STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits with scales of halves");
   const int8_t* by = has_factors ? values_of<int8_t>(factors) : nullptr;
   return {values_of<uint8_t>(codes), values_of<uint16_t>(scales), by, blocks, groups, has_least};
 }
@@ -215,7 +215,8 @@ bool integer_products() { return BlockInput::has_integers; }
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
   library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors) -> Tensor");
-  library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");  // in full, float32 [outs, width]
+  // In full, float32 [outs, width].
+  library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");
   library.def("encode_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) scales, Tensor factors) -> ()");
   library.def("matrix_units() -> bool");      // whether many rows are multiplied with codes by them
   library.def("integer_products() -> bool");  // whether few are as integers

@@ -20,6 +20,7 @@ from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits
 from engine.kernels.linear_kernels import has_integer_products, kernels
 
 _IN_FULL = 2**22  # elements of weights at a time
+_TENSORS = ("codes", "scales", "factors")  # of `BlockCodes`
 
 ENCODERS: dict[str, Callable[[torch.Tensor], BlockCodes]] = {"int8": eight_bits, "int4": four_bits}
 """From weights [outs, width] to their codes, by the choices of `EngineConfig(weights=...)`."""
@@ -47,7 +48,7 @@ class LowBitLinear(KeepsDataTypes):
         self.bias = bias
         self.encode = encode
         self.weight = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
-        for name, tensor in blocks._asdict().items():
+        for name, tensor in zip(_TENSORS, blocks, strict=True):
             self.register_buffer(name, tensor)
         self._most_rows = _most_rows()  # a number: asking is nothing that can be compiled
         self.register_load_state_dict_pre_hook(_load_codes)
@@ -114,7 +115,7 @@ def _load_codes(
         return
     with torch.no_grad():
         blocks = layer.encode(weight)
-    for name, tensor in blocks._asdict().items():
+    for name, tensor in zip(_TENSORS, blocks, strict=True):
         if getattr(layer, name).shape != tensor.shape:  # those of a GGUF file have scales of other forms
             setattr(layer, name, torch.empty_like(tensor))
         state[f"{prefix}{name}"] = tensor

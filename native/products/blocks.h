@@ -9,8 +9,8 @@
 
 namespace {
 
-// The numbers by which the codes of an output in a group become weights.
-enum class Numbers { scale, scale_and_least, scale_of_each_half };
+// What makes weights of the codes of an output in a group.
+enum class Form { scale, scale_and_least, scale_of_each_half };
 
 // An input for products with codes, of which the last group is filled up with zeros.
 class BlockInput {
@@ -129,11 +129,11 @@ struct BlockProduct {
 #endif
     for (int64_t block = from; block < to; block++) {
       if (weights.has_least)
-        rows_of<Numbers::scale_and_least>(block);
+        rows_of<Form::scale_and_least>(block);
       else if (!weights.has_halves())
-        rows_of<Numbers::scale>(block);
+        rows_of<Form::scale>(block);
       else if constexpr (bits == bits_of_halves)
-        rows_of<Numbers::scale_of_each_half>(block);
+        rows_of<Form::scale_of_each_half>(block);
     }
   }
 
@@ -152,17 +152,17 @@ struct BlockProduct {
     return scale * float(middle_of(bits)) + weights.scale(block, group, 1, vector);
   }
 
-  template <Numbers numbers>
+  template <Form form>
   void rows_of(int64_t block) const {
     constexpr int most = at_once;
-    for (int64_t row = 0; row < input->rows; row += most) some_rows<most, numbers>(row, block);
+    for (int64_t row = 0; row < input->rows; row += most) some_rows<most, form>(row, block);
   }
 
-  template <int some, Numbers numbers>
+  template <int some, Form form>
   void some_rows(int64_t row, int64_t block) const {
     if constexpr (some > 1)
-      if (input->rows - row < some) return some_rows<some - 1, numbers>(row, block);
-    for (int64_t vector = 0; vector < vectors_of_block; vector++) tile<some, numbers>(row, block, vector);
+      if (input->rows - row < some) return some_rows<some - 1, form>(row, block);
+    for (int64_t vector = 0; vector < vectors_of_block; vector++) tile<some, form>(row, block, vector);
   }
 
   template <int some>
@@ -174,9 +174,9 @@ struct BlockProduct {
 #ifdef __AVX512VNNI__
   static constexpr int at_once = 6, parts = BlockInput::parts;  // whose sums stay in registers
 
-  template <int some, Numbers numbers>
+  template <int some, Form form>
   void tile(int64_t row, int64_t block, int64_t vector) const {
-    constexpr int halves = numbers == Numbers::scale_of_each_half ? 2 : 1;
+    constexpr int halves = form == Form::scale_of_each_half ? 2 : 1;
     Lanes sums[some] = {};
     for (int64_t group = 0; group < weights.groups; group++) {
       const uint8_t* codes = codes_of(block, group);
@@ -210,7 +210,7 @@ struct BlockProduct {
           const __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(input->scale(row + other, group)));
           sums[other] = (Lanes)_mm512_fmadd_ps(sum, by, (__m512)sums[other]);
         }
-        if constexpr (numbers == Numbers::scale_and_least) {
+        if constexpr (form == Form::scale_and_least) {
           const Lanes offset = offset_of((Lanes)scale, block, group, 0);
           for (int other = 0; other < some; other++)
             add_product(sums[other], offset, input->sum(row + other, group) + Lanes{});
@@ -222,9 +222,9 @@ struct BlockProduct {
 #else
   static constexpr int at_once = lanes == 16 ? 6 : 3;
 
-  template <int some, Numbers numbers>
+  template <int some, Form form>
   void tile(int64_t row, int64_t block, int64_t vector) const {
-    constexpr int halves = numbers == Numbers::scale_of_each_half ? 2 : 1;
+    constexpr int halves = form == Form::scale_of_each_half ? 2 : 1;
     Lanes sums[some] = {};
     for (int64_t group = 0; group < weights.groups; group++) {
       const uint8_t* codes = codes_of(block, group);
@@ -251,7 +251,7 @@ struct BlockProduct {
           const float of_inputs = input->sum(row + other, group, halves == 1 ? 0 : half + 1);
           add_product(sums[other], sum - middle_of(bits) * of_inputs, scale);
         }
-        if constexpr (numbers == Numbers::scale_and_least) {
+        if constexpr (form == Form::scale_and_least) {
           const Lanes offset = offset_of(scale, block, group, vector);
           for (int other = 0; other < some; other++)
             add_product(sums[other], offset, input->sum(row + other, group) + Lanes{});

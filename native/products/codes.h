@@ -70,9 +70,9 @@ struct BlockCodes {
 
   // For a vector of outputs the scale, or (which: 1) the least value or the scale of the last 16 inputs.
   Lanes scale(int64_t block, int64_t group, int which, int64_t vector = 0) const {
-    const int64_t numbers = has_least ? 2 : 1, number = has_least ? which : 0, at = vector * lanes;
+    const int64_t count = has_least ? 2 : 1, index = has_least ? which : 0, at = vector * lanes;
     const int64_t all = factors ? groups / groups_of_scale : groups, place = factors ? group / groups_of_scale : group;
-    const Lanes scale = halves_as_floats(scales + ((block * all + place) * numbers + number) * block_outs + at);
+    const Lanes scale = halves_as_floats(scales + ((block * all + place) * count + index) * block_outs + at);
     if (!factors) return scale;
     return scale * bytes_as_floats(factors + ((block * groups + group) * 2 + which) * block_outs + at);
   }
@@ -172,8 +172,8 @@ inline Lanes rounded_to_half(Lanes value) {
 }
 
 // Codes, scales and least values for the weights of a group, of a vector of outputs: those with the smallest squared
-// error of some that are tried. For each of several ranges around the middle of the weights these are the codes, then the
-// scale and the least value that fit them best, a few times.
+// error of some that are tried. For each of several ranges around the middle of the weights these are the codes, then
+// the scale and the least value that fit them best, a few times.
 template <int bits>
 struct Fit {
   static constexpr float most = (1 << bits) - 1;
