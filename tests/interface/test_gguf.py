@@ -1,5 +1,7 @@
 """GGUF files, whose linear layers and embeddings keep the codes that are in the file."""
 
+import shutil
+
 import pytest
 import torch
 from architectures import prompt
@@ -99,6 +101,20 @@ def test_the_text_of_the_decoded_model(files, type_name, arguments):
     expected = full.generate(inputs, **arguments, max_new_tokens=16, output_logits=True)
     assert out.tokens == expected.tokens
     assert (out.logits[0] - expected.logits[0]).abs().max() < 1e-3 * expected.logits[0].abs().max()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_layers_of_several_types_are_compiled(files):
+    """Products of one input by codes of as many bits are one product; the others are computed alone."""
+    gen, full = loaded(files("Q4_K_M"), compile="auto"), loaded(files("Q4_K_M"), weights="full")
+    inputs = prompt(2, tokens=12)
+    assert gen.warmup(inputs, max_new_tokens=16) == "2 layers"
+    out = gen.generate(inputs, max_new_tokens=16, output_logits=True)
+    expected = full.generate(inputs, max_new_tokens=16, output_logits=True)
+    assert out.stats.compiled == "2 layers"
+    assert out.tokens == expected.tokens
+    assert (out.logits[-1] - expected.logits[-1]).abs().max() < 1e-3 * expected.logits[-1].abs().max()
 
 
 @pytest.mark.parametrize("type_name", ["F32", "F16", "BF16"])
