@@ -116,13 +116,24 @@ Tensor linears(Tensor input, std::vector<Tensor> weights) {
   });
 }
 
-BlockCodes block_codes(const Tensor& codes, const Tensor& scales) {
-  STD_TORCH_CHECK(codes.is_contiguous() && scales.is_contiguous(), "codes and scales have to be contiguous");
-  STD_TORCH_CHECK(codes.dim() == 3 && scales.dim() == 4 && scales.size(3) == block_outs, "codes and scales of blocks");
-  for (int64_t axis = 0; axis < 2; axis++)
-    STD_TORCH_CHECK(codes.size(axis) == scales.size(axis), "codes and scales are of different blocks");
-  STD_TORCH_CHECK(codes.size(2) % 64 == 0 && (scales.size(2) == 1 || scales.size(2) == 2), "one or two scales");
-  return {values_of<uint8_t>(codes), values_of<uint16_t>(scales), codes.size(0), codes.size(1), scales.size(2) == 2};
+BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& factors) {
+  for (const Tensor& tensor : {codes, scales, factors})
+    STD_TORCH_CHECK(tensor.is_contiguous(), "codes, scales and factors have to be contiguous");
+  STD_TORCH_CHECK(codes.dim() == 3 && codes.size(2) % 64 == 0, "codes of blocks have three axes");
+  const int64_t blocks = codes.size(0), groups = codes.size(1), bits = codes.size(2) / 64;
+  const auto are_of = [&](const Tensor& of, int64_t places) {
+    return of.dim() == 4 && of.size(0) == blocks && of.size(1) == places && of.size(3) == block_outs;
+  };
+  STD_TORCH_CHECK(are_of(factors, groups) && (factors.size(2) == 0 || factors.size(2) == 2),
+                  "codes and factors are of different blocks");
+  const bool has_factors = factors.size(2) == 2;
+  STD_TORCH_CHECK(!has_factors || groups % groups_of_scale == 0, "scales with factors are of 256 inputs");
+  STD_TORCH_CHECK(are_of(scales, has_factors ? groups / groups_of_scale : groups), "scales are of different blocks");
+  STD_TORCH_CHECK(scales.size(2) == 1 || scales.size(2) == 2, "an output has a scale, or a scale and a least value");
+  const bool has_least = scales.size(2) == 2;
+  STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits with scales of halves");
+  const int8_t* by = has_factors ? values_of<int8_t>(factors) : nullptr;
+  return {values_of<uint8_t>(codes), values_of<uint16_t>(scales), by, blocks, groups, has_least};
 }
 
 // With fewer rows the processor's other instructions are faster.
@@ -132,16 +143,23 @@ bool fit_units(int64_t rows) { return rows >= 16 && has_matrix_units(); }
 template <class Use>
 auto with_bits(const Tensor& codes, Use use) {
   const int64_t bits = codes.size(2) / 64;
-  STD_TORCH_CHECK(bits == 4 || bits == 8, "codes have 4 or 8 bits, and these ", bits);
-  return bits == 4 ? use(std::integral_constant<int, 4>{}) : use(std::integral_constant<int, 8>{});
+  switch (bits) {
+    case 4: return use(std::integral_constant<int, 4>{});
+    case 5: return use(std::integral_constant<int, 5>{});
+    case 6: return use(std::integral_constant<int, 6>{});
+    default:
+      STD_TORCH_CHECK(bits == 8, "codes have 4, 5, 6 or 8 bits, and these ", bits);
+      return use(std::integral_constant<int, 8>{});
+  }
 }
 
-Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales) {
-  STD_TORCH_CHECK(codes.size() == scales.size() && !codes.empty(), "weights have codes and scales");
+Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors) {
+  STD_TORCH_CHECK(codes.size() == scales.size() && codes.size() == factors.size() && !codes.empty(),
+                  "weights have codes, scales and factors");
   const int64_t width = input.size(input.dim() - 1), groups = (width + block_inputs - 1) / block_inputs;
   std::vector<BlockCodes> weights;
   for (size_t i = 0; i < codes.size(); i++) {
-    weights.push_back(block_codes(codes[i], scales[i]));
+    weights.push_back(block_codes(codes[i], scales[i], factors[i]));
     STD_TORCH_CHECK(weights[i].groups == groups, "the inputs are ", width, " wide, and the weights ",
                     weights[i].groups * block_inputs);
     STD_TORCH_CHECK(codes[i].size(2) == codes[0].size(2), "weights of different bits");
@@ -166,21 +184,23 @@ Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor
   });
 }
 
-Tensor block_weights(Tensor codes, Tensor scales) {
-  const BlockCodes weights = block_codes(codes, scales);
+Tensor block_weights(Tensor codes, Tensor scales, Tensor factors) {
+  const BlockCodes weights = block_codes(codes, scales, factors);
   Tensor out = torch::stable::empty({weights.blocks * block_outs, weights.groups * block_inputs},
                                     torch::headeronly::ScalarType::Float);
   with_bits(codes, [&](auto bits) { decode_blocks<bits>(weights, static_cast<float*>(out.data_ptr())); });
   return out;
 }
 
-void encode_four_bits(Tensor weight, Tensor codes, Tensor scales) {
-  const BlockCodes blocks = block_codes(codes, scales);
-  STD_TORCH_CHECK(codes.size(2) == 256 && blocks.has_least && weight.is_contiguous(), "codes of 4 bits with least values");
+void encode_weights(Tensor weight, Tensor codes, Tensor scales, Tensor factors) {
+  const BlockCodes blocks = block_codes(codes, scales, factors);
+  STD_TORCH_CHECK(blocks.has_least && !blocks.factors && weight.is_contiguous(), "a scale and a least value per group");
   STD_TORCH_CHECK(weight.size(0) == blocks.blocks * block_outs && weight.size(1) == blocks.groups * block_inputs,
                   "weights of other blocks");
-  encode_blocks(values_of<float>(weight), blocks.blocks, blocks.groups, static_cast<uint8_t*>(codes.data_ptr()),
-                static_cast<uint16_t*>(scales.data_ptr()));
+  with_bits(codes, [&](auto bits) {
+    encode_blocks<bits>(values_of<float>(weight), blocks.blocks, blocks.groups,
+                        static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint16_t*>(scales.data_ptr()));
+  });
 }
 
 bool matrix_units() { return has_matrix_units(); }
@@ -190,12 +210,14 @@ bool integer_products() { return BlockInput::has_integers; }
 }  // namespace
 
 // Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all].
-// weights: float32 [outs, width] with a contiguous width. codes, scales: see `BlockCodes`; all have as many bits.
+// weights: float32 [outs, width] with a contiguous width. codes, scales, factors: see `BlockCodes`, with no factors
+// [outs / 16, width / 32, 0, 16]; all have as many bits.
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
-  library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales) -> Tensor");
-  library.def("block_weights(Tensor codes, Tensor scales) -> Tensor");  // in full, float32 [outs, width]
-  library.def("encode_four_bits(Tensor weight, Tensor(a!) codes, Tensor(b!) scales) -> ()");
+  library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors) -> Tensor");
+  // In full, float32 [outs, width].
+  library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");
+  library.def("encode_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) scales, Tensor factors) -> ()");
   library.def("matrix_units() -> bool");      // whether many rows are multiplied with codes by them
   library.def("integer_products() -> bool");  // whether few are as integers
 }
@@ -209,5 +231,5 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("linears", TORCH_BOX(&linears));
   library.impl("block_linears", TORCH_BOX(&block_linears));
   library.impl("block_weights", TORCH_BOX(&block_weights));
-  library.impl("encode_four_bits", TORCH_BOX(&encode_four_bits));
+  library.impl("encode_weights", TORCH_BOX(&encode_weights));
 }

@@ -7,8 +7,10 @@ All are in transformers 5.17 to 5.23 and accelerate 1.x; where releases differ, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
+
+_READING = Lock()  # headers of GGUF files
 
 
 def records_outputs(hook: object) -> bool:
@@ -304,11 +308,30 @@ class GgufTensor:
         return None if changed is None else torch.from_numpy(np.ascontiguousarray(changed))
 
 
+@contextmanager
+def _known_blocks() -> Iterator[None]:
+    """Let transformers' reader of headers know the sizes of blocks that it lacks: of Q5_0 and Q5_1, and in 5.17 also of
+    Q4_0 and Q4_1."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+
+    with _READING:
+        added = {type_of_blocks.value: GGML_QUANT_SIZES[type_of_blocks]
+                 for type_of_blocks in map(GGMLQuantizationType.__getitem__, ("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
+                 if type_of_blocks not in GGML_BLOCK}  # fmt: skip
+        GGML_BLOCK.update(added)
+        try:
+            yield
+        finally:
+            for number in added:
+                del GGML_BLOCK[number]
+
+
 def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | None:
     """The tensors of a GGUF file by the names of `model`, which may have no memory.
 
-    None for architectures of which transformers does not tell which tensor is which, and for files with types that its
-    reader of headers does not know: Q5_0, and in 5.17 also Q4_0 and Q4_1.
+    None for architectures of which transformers does not tell which tensor is which, and for files with types that it
+    cannot decode.
     """
     try:
         from transformers.integrations.gguf.reader import GgufHeader, load_gguf_state_dict
@@ -322,7 +345,9 @@ def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | 
 
     settings = model.config.to_dict()
     try:
-        header = GgufHeader.from_file(str(file))
+        with _known_blocks():
+            header = GgufHeader.from_file(str(file))
+            content = load_gguf_state_dict(header)
     except ValueError:
         return None
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=settings)
@@ -336,6 +361,5 @@ def gguf_tensors(file: Path, model: PreTrainedModel) -> dict[str, GgufTensor] | 
         result = processor.process(values, name, tensor_key_mapping=names, parsed_parameters=parsed)
         return None if parsed["tensors"] or result.name != name else result.weights
 
-    content = load_gguf_state_dict(header)
     known = [info for info in header.tensors if info.name in names]
     return {names[info.name]: GgufTensor(info, content[info.name], change) for info in known}

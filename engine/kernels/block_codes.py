@@ -1,7 +1,8 @@
-"""Weights as codes of 4 or 8 bits in blocks: 32 inputs of an output have a scale, 16 outputs are next to each other.
+"""Weights as codes of 4, 5, 6 or 8 bits in blocks: 32 inputs of an output have a scale, and 16 outputs are next to each
+other.
 
-`native/products/blocks.h` multiplies with them, and says in which order the bytes are. Their values are those of the
-types Q8_0, Q4_0 and Q4_1 of GGUF files.
+`native/products/blocks.h` multiplies with them, and `codes.h` says in which order the bytes are. Their values are those
+of the types Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, Q6_K, Q5_K and Q4_K of GGUF files.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from engine.kernels.linear_kernels import kernels
 
 GROUP = 32  # inputs with one scale
 _OUTS = 16  # outputs of a block
+_FIELDS = {4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # of codes by their bits: the lowest bits first
 _AT_ONCE = 2**18  # elements whose codes are looked for together: they fit a processor's cache
 _RANGES = (0.75, 0.8333, 0.9167, 1.0)  # shares of a group's range that are tried
 _FITS = 5  # of scale and least value to codes, for each
@@ -25,10 +27,15 @@ class BlockCodes(NamedTuple):
 
     With one scale: weight = (code - 2 ** (bits - 1)) * scale; with two: weight = code * scale + least. Outputs and
     inputs are filled up with zeros.
+
+    factors: int8 [outs / 16, width / 32, 0 or 2, 16]. If there are two, the scales are [outs / 16, width / 256, 1 or 2,
+    16], and each 32 inputs have factors of them: of the scale and of the least value, or of the one scale for the first
+    16 inputs (6 bits only) and for the last 16.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
+    factors: torch.Tensor
 
     @property
     def bits(self) -> int:
@@ -37,32 +44,60 @@ class BlockCodes(NamedTuple):
     def weights(self) -> torch.Tensor:
         """All in full, float32 [outs, width]."""
         if (operators := kernels()) is not None and self.codes.device.type == "cpu":
-            full: torch.Tensor = operators.block_weights(self.codes, self.scales)
+            full: torch.Tensor = operators.block_weights(*self)
             return full
         return self.rows(torch.arange(self.codes.shape[0] * _OUTS, device=self.codes.device))
 
     def rows(self, outs: torch.Tensor) -> torch.Tensor:
         """The weights in full of the outputs `outs` [...], float32 [..., width]."""
         block, place = outs // _OUTS, outs % _OUTS
-        quads = self.codes.view(*self.codes.shape[:2], -1, _OUTS, 4)[block, :, :, place]  # [..., groups, quads, 4]
-        if self.bits == 4:
-            quads = torch.stack([quads & 15, quads >> 4], dim=-2).flatten(-3, -2)
+        packed = self.codes.view(*self.codes.shape[:2], -1, _OUTS, 4)[block, :, :, place]  # [..., groups, 8 * bits, 4]
+        lower, *upper = packed.flatten(-2).split([4 * width for width in _FIELDS[self.bits]], dim=-1)
+        codes = unpacked(lower, _FIELDS[self.bits][0], run=4)
+        for fields in upper:
+            codes = codes | unpacked(fields, self.bits - 4, run=4) << 4
+        full = codes.float()  # [..., groups, 32]
         scales = self.scales[block, :, :, place].float()  # [..., groups, 1 or 2]
-        codes, scale = quads.flatten(-2).float(), scales[..., :1]
-        if scales.shape[-1] == 1:
-            return ((codes - 2 ** (self.bits - 1)) * scale).flatten(-2)
-        return (codes * scale + scales[..., 1:]).flatten(-2)
+        has_least = scales.shape[-1] == 2
+        if self.factors.shape[2]:
+            factors = self.factors[block, :, :, place].float()
+            scales = (factors.unflatten(-2, (scales.shape[-2], -1)) * scales[..., None, :]).flatten(-3, -2)
+        if has_least:
+            return (full * scales[..., :1] + scales[..., 1:]).flatten(-2)
+        parts = (full - 2 ** (self.bits - 1)).unflatten(-1, (scales.shape[-1], -1))
+        return (parts * scales[..., None]).flatten(-3)
 
 
-def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> BlockCodes:
-    """Blocks of codes uint8 [outs, groups, 32] with scales float16 [outs, groups, 1 or 2]."""
+def unpacked(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
+    """The fields of `width` bits in bytes [..., n], uint8 [..., 8 * n / width].
+
+    Of each `run` bytes those of the lowest bits come first.
+    """
+    runs = packed.unflatten(-1, (-1, run))
+    fields = [runs >> at & 2**width - 1 for at in range(0, 8, width)]
+    return torch.stack(fields, dim=-2).flatten(-3)
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int, factors: torch.Tensor | None = None) -> BlockCodes:
+    """Blocks of codes uint8 [outs, groups, 32] with scales float16 [outs, groups, 1 or 2].
+
+    factors: int8 [outs, groups, 2], with scales [outs, groups / 8, 1 or 2].
+    """
+    if factors is None:
+        factors = torch.empty(*codes.shape[:2], 0, dtype=torch.int8, device=codes.device)
     fill = -codes.shape[0] % _OUTS
-    codes, scales = functional.pad(codes, (0, 0, 0, 0, 0, fill)), functional.pad(scales, (0, 0, 0, 0, 0, fill))
+    codes, scales, factors = (functional.pad(of, (0, 0, 0, 0, 0, fill)) for of in (codes, scales, factors))
     quads = codes.view(-1, _OUTS, codes.shape[1], GROUP // 4, 4).permute(0, 2, 3, 1, 4)
-    if bits == 4:
-        quads = quads[:, :, 0::2] | quads[:, :, 1::2] << 4
-    in_order = scales.view(-1, _OUTS, *scales.shape[1:]).permute(0, 2, 3, 1)
-    return BlockCodes(quads.flatten(2).contiguous(), in_order.contiguous())
+    lines, least_bit = [], 0
+    for width in _FIELDS[bits]:
+        fields = (quads >> least_bit & 2**width - 1).unflatten(2, (width, -1))
+        line = fields[:, :, :, 0]
+        for at in range(1, 8 // width):
+            line = line | fields[:, :, :, at] << at * width
+        lines.append(line.flatten(2))
+        least_bit += width
+    in_order = (of.unflatten(0, (-1, _OUTS)).permute(0, 2, 3, 1).contiguous() for of in (scales, factors))
+    return BlockCodes(torch.cat(lines, dim=2), *in_order)
 
 
 def eight_bits(weight: torch.Tensor) -> BlockCodes:
@@ -74,18 +109,34 @@ def eight_bits(weight: torch.Tensor) -> BlockCodes:
 
 
 def four_bits(weight: torch.Tensor) -> BlockCodes:
+    """See `fitted`."""
+    return fitted(weight, bits=4)
+
+
+def five_bits(weight: torch.Tensor) -> BlockCodes:
+    """See `fitted`."""
+    return fitted(weight, bits=5)
+
+
+def six_bits(weight: torch.Tensor) -> BlockCodes:
+    """See `fitted`."""
+    return fitted(weight, bits=6)
+
+
+def fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
     """Weights [outs, width], with the scales and least values of the smallest squared error that was found."""
     groups = _groups(weight)
     if (operators := kernels()) is not None and weight.device.type == "cpu":
         filled = functional.pad(groups.flatten(1), (0, 0, 0, -weight.shape[0] % _OUTS)).contiguous()
         blocks = filled.shape[0] // _OUTS, groups.shape[1]
-        codes = torch.empty(*blocks, 256, dtype=torch.uint8, device=weight.device)
+        codes = torch.empty(*blocks, 64 * bits, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(*blocks, 2, _OUTS, dtype=torch.float16, device=weight.device)
-        operators.encode_four_bits(filled, codes, scales)
-        return BlockCodes(codes, scales)
-    fitted = [_fitted(piece) for piece in groups.split(max(1, _AT_ONCE // weight.shape[1]))]
-    codes, scales = (torch.cat(tensors) for tensors in zip(*fitted, strict=True))
-    return pack(codes, scales, bits=4)
+        factors = torch.empty(*blocks, 0, _OUTS, dtype=torch.int8, device=weight.device)
+        operators.encode_weights(filled, codes, scales, factors)
+        return BlockCodes(codes, scales, factors)
+    pieces = [_fit(piece, 2**bits - 1) for piece in groups.split(max(1, _AT_ONCE // weight.shape[1]))]
+    codes, scales = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
+    return pack(codes, scales, bits)
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:
@@ -93,20 +144,20 @@ def _groups(weight: torch.Tensor) -> torch.Tensor:
     return functional.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
 
 
-def _fitted(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes uint8 and scales of 4 bits for groups [outs, groups, 32].
+def _fit(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes uint8, from 0 to `most`, and scales for groups [outs, groups, 32].
 
-    As `FourBitFit` of `native/products/blocks.h`, which is faster.
+    As `Fit` of `native/products/codes.h`, which is faster.
     """
     low, high = groups.aminmax(dim=-1, keepdim=True)
     mean = groups.mean(dim=-1, keepdim=True)
     best = [torch.full_like(low, torch.inf), groups, low, low]  # error, codes, scale, least
     for share in _RANGES:
-        scale = (high - low) * (share / 15)
-        least = (low + high) / 2 - 7.5 * scale
+        scale = (high - low) * (share / most)
+        least = (low + high) / 2 - most / 2 * scale
         for _ in range(_FITS):
             scale, least = (value.half().float() for value in (scale, least))
-            codes = ((groups - least) / scale.clamp_min(1e-30)).round_().clamp_(0, 15)
+            codes = ((groups - least) / scale.clamp_min(1e-30)).round_().clamp_(0, most)
             error = torch.addcmul(least, codes, scale).sub_(groups).square_().sum(dim=-1, keepdim=True)
             better, tried = error < best[0], [error, codes, scale, least]
             best = [torch.where(better, *pair) for pair in zip(tried, best, strict=True)]

@@ -55,12 +55,14 @@ def _empty_product(input: torch.Tensor, weights: list[torch.Tensor]) -> torch.Te
     return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
-def _empty_block_product(input: torch.Tensor, codes: list[torch.Tensor], scales: list[torch.Tensor]) -> torch.Tensor:
+def _empty_block_product(
+    input: torch.Tensor, codes: list[torch.Tensor], scales: list[torch.Tensor], factors: list[torch.Tensor]
+) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], sum(some.shape[0] * some.shape[-1] for some in scales))
 
 
-def _empty_weights(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    blocks, groups, _, outs = scales.shape
+def _empty_weights(codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    blocks, groups, _, outs = factors.shape
     return codes.new_empty(blocks * outs, groups * 32, dtype=torch.float32)
 
 

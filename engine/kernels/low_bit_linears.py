@@ -20,6 +20,7 @@ from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits
 from engine.kernels.linear_kernels import has_integer_products, kernels
 
 _IN_FULL = 2**22  # elements of weights at a time
+_TENSORS = ("codes", "scales", "factors")  # of `BlockCodes`
 
 ENCODERS: dict[str, Callable[[torch.Tensor], BlockCodes]] = {"int8": eight_bits, "int4": four_bits}
 """From weights [outs, width] to their codes, by the choices of `EngineConfig(weights=...)`."""
@@ -27,11 +28,12 @@ ENCODERS: dict[str, Callable[[torch.Tensor], BlockCodes]] = {"int8": eight_bits,
 
 class LowBitLinear(KeepsDataTypes):
     """in_features, out_features, bias: as of `nn.Linear`. weight: [outs, width] without values (NaN) and memory: models
-    and PEFT read its data type, size and device. codes, scales: of `BlockCodes`; they are made anew, by `encode`, of
-    weights that are loaded into the layer."""
+    and PEFT read its data type, size and device. codes, scales, factors: of `BlockCodes`; they are made anew, by
+    `encode`, of weights that are loaded into the layer."""
 
     codes: torch.Tensor
     scales: torch.Tensor
+    factors: torch.Tensor
 
     def __init__(
         self,
@@ -46,14 +48,14 @@ class LowBitLinear(KeepsDataTypes):
         self.bias = bias
         self.encode = encode
         self.weight = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
-        self.register_buffer("codes", blocks.codes)
-        self.register_buffer("scales", blocks.scales)
+        for name, tensor in zip(_TENSORS, blocks, strict=True):
+            self.register_buffer(name, tensor)
         self._most_rows = _most_rows()  # a number: asking is nothing that can be compiled
         self.register_load_state_dict_pre_hook(_load_codes)
 
     @property
     def blocks(self) -> BlockCodes:
-        return BlockCodes(self.codes, self.scales)
+        return BlockCodes(self.codes, self.scales, self.factors)
 
     def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.weight = fn(self.weight[0, 0]).expand(self.weight.shape)
@@ -69,7 +71,7 @@ class LowBitLinear(KeepsDataTypes):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1]).float()
         if rows.shape[0] <= self._most_rows and (operators := kernels()) is not None:
-            out = operators.block_linears(rows.contiguous(), [self.codes], [self.scales])
+            out = operators.block_linears(rows.contiguous(), [self.codes], [self.scales], [self.factors])
         else:
             out = _product_in_full(rows, self.blocks)
         out = out[:, : self.out_features].to(input.dtype).reshape(*input.shape[:-1], self.out_features)
@@ -113,7 +115,10 @@ def _load_codes(
         return
     with torch.no_grad():
         blocks = layer.encode(weight)
-    state |= {f"{prefix}codes": blocks.codes, f"{prefix}scales": blocks.scales}
+    for name, tensor in zip(_TENSORS, blocks, strict=True):
+        if getattr(layer, name).shape != tensor.shape:  # those of a GGUF file have scales of other forms
+            setattr(layer, name, torch.empty_like(tensor))
+        state[f"{prefix}{name}"] = tensor
 
 
 class LowBitEmbedding(nn.Module):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,22 +21,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from caches.platform.machine import cache_folder
 from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
 from engine.errors import InputError
-from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits, pack
+from engine.kernels.block_codes import BlockCodes, eight_bits, five_bits, four_bits, six_bits
 from engine.kernels.low_bit_linears import LowBitLinear
 from engine.kernels.weight_conversion import keep_data_type, linears_of, replace_linear
+from engine.loading.gguf_types import LAYOUTS, blocks_of
 
 _WITHOUT_VALUES = torch.zeros((), device="cpu")  # and memory, for weights whose codes are kept
 _HASHED = 2**20  # bytes of a file that tell it from others, with its size and time
-
-
-class _Layout(NamedTuple):
-    """Of a type of blocks: the bits of a code, and how many numbers of float16 are in front of its 32 codes."""
-
-    bits: int
-    halves: int
-
-
-_LAYOUTS = {"Q8_0": _Layout(8, 1), "Q4_0": _Layout(4, 1), "Q4_1": _Layout(4, 2)}
+_ENCODERS = {4: four_bits, 5: five_bits, 6: six_bits, 8: eight_bits}  # of weights that are loaded later, by their bits
 
 
 @contextmanager
@@ -88,7 +80,7 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
     coded = {
         name: tensor
         for name, tensor in tensors.items()
-        if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None
+        if name.removesuffix(".weight") in layers and tensor.type_name in LAYOUTS and tensor.order is not None
     }
     if not coded:
         return None
@@ -103,12 +95,13 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
     )
     if missing := sorted(info["missing_keys"]):
         raise InputError(f"{len(missing)} weights of a {type(model).__name__} are missing: {missing[0]}, ...")
-    checked: set[str] = set()
+    checked: set[tuple[str, str]] = set()
     for name, tensor in coded.items():
-        blocks = _blocks(tensor)
-        if plan_name(name) not in checked:  # one of each kind
+        assert tensor.order is not None
+        blocks = blocks_of(tensor.raw()[tensor.order], tensor.type_name)
+        if (checked_as := (plan_name(name), tensor.type_name)) not in checked:  # one of each kind
             _check(blocks, tensor)
-            checked.add(plan_name(name))
+            checked.add(checked_as)
         _put(model, *layers[name.removesuffix(".weight")], blocks)
     keep_data_type(model)
     return model
@@ -134,18 +127,8 @@ def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
 def _put(model: PreTrainedModel, linear: str | None, tables: list[str], blocks: BlockCodes) -> None:
     """Let a linear layer, if there is one, and embeddings read codes."""
     module = model.get_submodule(tables[0] if linear is None else linear)
-    encode = eight_bits if blocks.bits == 8 else four_bits
-    layer = LowBitLinear(blocks, module.weight.detach(), getattr(module, "bias", None), encode)
+    layer = LowBitLinear(blocks, module.weight.detach(), getattr(module, "bias", None), _ENCODERS[blocks.bits])
     replace_linear(model, linear, layer, tables)
-
-
-def _blocks(tensor: GgufTensor) -> BlockCodes:
-    """The codes of a tensor, in our order."""
-    bits, halves = _LAYOUTS[tensor.type_name]
-    groups = tensor.raw().unflatten(1, (-1, 2 * halves + GROUP * bits // 8))  # [outs, groups, bytes]
-    scales, codes = groups[..., : 2 * halves].contiguous().view(torch.float16), groups[..., 2 * halves :]
-    codes = codes ^ 128 if bits == 8 else torch.cat([codes & 15, codes >> 4], dim=-1)  # of 8 bits with a sign
-    return pack(codes[tensor.order], scales[tensor.order], bits)
 
 
 def _check(blocks: BlockCodes, tensor: GgufTensor) -> None:

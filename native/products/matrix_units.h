@@ -114,8 +114,8 @@ class InputTiles {
     for (int64_t block = 0; block < blocks; block += some) multiply(Slice{block, std::min(block + some, blocks)});
   }
 
-  // The products of a block, added to `sums`. Those of the slice's first block are written.
-  void multiply(const Slice& slice, int64_t block, const CodeTiles& weights, float* sums) const {
+  // The products of a block, added to `sums`, or written where they are the first.
+  void multiply(int64_t block, const CodeTiles& weights, bool is_first, float* sums) const {
     alignas(64) float found[4][side][side];
     for (int64_t strip = 0; strip < strips; strip++, sums += 4 * side * side) {
       products(tile(strip, block), weights.tiles, found[0][0]);
@@ -125,7 +125,7 @@ class InputTiles {
           Lanes* to = (Lanes*)sums + i * side + row;
           Lanes added = load(found[i][row]) * weights.scales[i];
           if (weights.offsets) added += of_rows[row] * weights.offsets[i];
-          *to = block == slice.begin ? added : *to + added;
+          *to = is_first ? added : *to + added;
         }
     }
   }

@@ -1,5 +1,7 @@
 """GGUF files, whose linear layers and embeddings keep the codes that are in the file."""
 
+import shutil
+
 import pytest
 import torch
 from architectures import prompt
@@ -11,9 +13,13 @@ import engine
 from engine.kernels.low_bit_linears import LowBitEmbedding, LowBitLinear
 
 gguf = pytest.importorskip("gguf")
-dequant = pytest.importorskip("transformers.integrations.gguf.dequant", reason="transformers reads no headers yet")
+pytest.importorskip("transformers.integrations.gguf.reader", reason="transformers reads no headers yet")
 TYPES = gguf.GGMLQuantizationType
-BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}  # of 32 weights
+BYTES = {"Q8_0": 34, "Q5_0": 22, "Q5_1": 24, "Q4_0": 18, "Q4_1": 20}  # of 32 weights
+BYTES_OF_256 = {"Q4_K": 148, "Q5_K": 180, "Q6_K": 210}
+MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+LARGER = ("token_embd", "output.", "blk.0.attn_v", "blk.0.ffn_down")  # matrices of a mixture, of the type Q6_K
+OF_THE_MODEL = ("model.embed_tokens", "lm_head", "model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj")
 TOKENS = {"vocab": {chr(33 + token): token for token in range(99)} | {"ab": 99, "cd": 100},
           "merges": [("a", "b"), ("c", "d")]}  # fmt: skip
 
@@ -24,19 +30,26 @@ def files(tmp_path_factory):
     folder, written = tmp_path_factory.mktemp("gguf"), {}
 
     def file(type_name, is_tied=False, **sizes):
-        if type_name in BYTES and TYPES[type_name] not in dequant.GGML_BLOCK:
-            pytest.skip(f"the reader of headers in this transformers does not know {type_name} yet")
         key = type_name, is_tied, *sizes.items()
         if key not in written:
             torch.manual_seed(0)
             shape = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                          num_key_value_heads=2, vocab_size=101, initializer_range=0.3)  # fmt: skip
+            if type_name in MIXTURES:
+                shape |= {"hidden_size": 256, "intermediate_size": 512}
             config = LlamaConfig(**shape | sizes, tie_word_embeddings=is_tied, eos_token_id=None, bos_token_id=None)
             model = AutoModelForCausalLM.from_config(config)
-            written[key] = write_gguf(model, folder / f"{len(written)}.gguf", TYPES[type_name], TOKENS)
+            written[key] = write_gguf(model, folder / f"{len(written)}.gguf", blocks_of(type_name), TOKENS)
         return written[key]
 
     return file
+
+
+def blocks_of(type_name):
+    """The type of a matrix by its name, as llama.cpp mixes them, or that of all."""
+    if type_name not in MIXTURES:
+        return TYPES[type_name]
+    return lambda name: TYPES.Q6_K if name.startswith(LARGER) else TYPES[MIXTURES[type_name]]
 
 
 def loaded(file, weights="file", **options):
@@ -57,7 +70,7 @@ def bytes_of(model):
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-@pytest.mark.parametrize("type_name", BYTES)
+@pytest.mark.parametrize("type_name", [*BYTES, *MIXTURES])
 @torch.no_grad()
 def test_codes_are_the_weights_of_the_file(files, type_name, is_tied):
     model, full = loaded(files(type_name, is_tied)).model, theirs(files(type_name, is_tied))
@@ -67,14 +80,19 @@ def test_codes_are_the_weights_of_the_file(files, type_name, is_tied):
     for name, layer in layers.items():
         weights = layer.blocks.rows(torch.arange(layer.out_features))[:, : layer.in_features]
         assert torch.equal(weights, full.get_submodule(name.removesuffix(".head")).weight), name
-    matrices = [weight for name, weight in full.named_parameters() if weight.ndim == 2]
-    filled = sum(-(-weight.shape[0] // 16) * 16 * weight.shape[1] // 32 * BYTES[type_name] for weight in matrices)
+    filled = 0.0
+    for name, weight in full.named_parameters():
+        if weight.ndim == 2:
+            type_of_it = MIXTURES.get(type_name, type_name)
+            type_of_it = "Q6_K" if type_name in MIXTURES and name.startswith(OF_THE_MODEL) else type_of_it
+            of_32 = BYTES.get(type_of_it) or BYTES_OF_256[type_of_it] / 8
+            filled += -(-weight.shape[0] // 16) * 16 * weight.shape[1] // 32 * of_32
     others = sum(weight.nbytes for weight in full.parameters() if weight.ndim == 1) + bytes_of(model.model.rotary_emb)
     assert bytes_of(model) == filled + others
 
 
 @pytest.mark.parametrize("arguments", [{}, {"cache": "static"}, {"num_beams": 3}, {"cache": "quantized"}], ids=str)
-@pytest.mark.parametrize("type_name", BYTES)
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q5_0", "Q4_1", *MIXTURES])
 def test_the_text_of_the_decoded_model(files, type_name, arguments):
     gen, full = loaded(files(type_name, is_tied=True)), loaded(files(type_name, is_tied=True), weights="full")
     assert type(full.model.lm_head) is nn.Linear
@@ -85,7 +103,21 @@ def test_the_text_of_the_decoded_model(files, type_name, arguments):
     assert (out.logits[0] - expected.logits[0]).abs().max() < 1e-3 * expected.logits[0].abs().max()
 
 
-@pytest.mark.parametrize("type_name", ["F32", "F16", "Q5_0"])
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_layers_of_several_types_are_compiled(files):
+    """Products of one input by codes of as many bits are one product; the others are computed alone."""
+    gen, full = loaded(files("Q4_K_M"), compile="auto"), loaded(files("Q4_K_M"), weights="full")
+    inputs = prompt(2, tokens=12)
+    assert gen.warmup(inputs, max_new_tokens=16) == "2 layers"
+    out = gen.generate(inputs, max_new_tokens=16, output_logits=True)
+    expected = full.generate(inputs, max_new_tokens=16, output_logits=True)
+    assert out.stats.compiled == "2 layers"
+    assert out.tokens == expected.tokens
+    assert (out.logits[-1] - expected.logits[-1]).abs().max() < 1e-3 * expected.logits[-1].abs().max()
+
+
+@pytest.mark.parametrize("type_name", ["F32", "F16", "BF16"])
 def test_other_types_are_decoded(files, type_name):
     gen, full = loaded(files(type_name)), theirs(files(type_name))
     assert type(gen.model.lm_head) is nn.Linear

@@ -1,10 +1,12 @@
-"""Llama models written as GGUF files."""
+"""Llama models written as GGUF files, and random blocks of their types."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import LlamaForCausalLM
 
 _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -14,9 +16,28 @@ _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
           "model.layers.": "blk."}  # fmt: skip
 
 
-def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokenizer: dict[str, Any]) -> Path:
+def random_blocks(type_of_blocks: Any, outs: int, width: int) -> torch.Tensor:
+    """Bytes uint8 [outs, bytes] of weights with a standard deviation of 0.3, whose scales are of several magnitudes."""
+    import gguf
+
+    inputs, size = gguf.GGML_QUANT_SIZES[type_of_blocks]
+    blocks = outs, width // inputs
+    raw = torch.randint(0, 256, (*blocks, size), dtype=torch.uint8)
+    numbers = 2 if type_of_blocks.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    at = slice(-2, None) if type_of_blocks.name == "Q6_K" else slice(0, 2 * numbers)
+    scales = 0.01 * torch.randn(*blocks, numbers) * 10.0 ** torch.randint(-3, 1, (*blocks, 1))
+    for _ in range(2):
+        raw[..., at] = scales.half().view(torch.uint8)
+        scales *= 0.3 / gguf.dequantize(raw.flatten(1).numpy(), type_of_blocks).std()
+    return raw.flatten(1)
+
+
+def write_gguf(
+    model: LlamaForCausalLM, path: Path, type_of_blocks: Any | Callable[[str], Any], tokenizer: dict[str, Any]
+) -> Path:
     """A file with the matrices of `model` as blocks of a type of the package gguf, and everything else in float32.
 
+    type_of_blocks: may depend on the name in the file. Blocks of types that the package cannot write are random.
     tokenizer: the model of a tokenizer.json, with its vocabulary and merges.
     """
     import gguf
@@ -47,8 +68,13 @@ def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokeniz
         for theirs, its in _NAMES.items():
             name = name.replace(theirs, its)
         values = weight.float().contiguous().numpy()
-        kind = type_of_blocks if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        kind = type_of_blocks(name) if callable(type_of_blocks) else type_of_blocks
+        kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        try:
+            blocks = gguf.quants.quantize(values, kind)
+        except NotImplementedError:
+            blocks = random_blocks(kind, *values.shape).numpy()
+        writer.add_tensor(name, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

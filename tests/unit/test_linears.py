@@ -335,10 +335,10 @@ def test_equal_rows_have_equal_products(rows, width):
     input, weight = torch.randn(1, width).expand(rows, -1).contiguous(), torch.randn(101, width)
     outs = [kernels().linears(input, [weight])]
     for encode in ENCODERS.values():
-        codes, scales = encode(weight)
-        outs.append(kernels().block_linears(input, [codes], [scales]))
-        few = kernels().block_linears(input[:15], [codes], [scales])  # matrix units multiply more, and round otherwise
-        assert torch.equal(few[:1], kernels().block_linears(input[:1], [codes], [scales]))
+        blocks = [[tensor] for tensor in encode(weight)]
+        outs.append(kernels().block_linears(input, *blocks))
+        few = kernels().block_linears(input[:15], *blocks)  # matrix units multiply more, and round otherwise
+        assert torch.equal(few[:1], kernels().block_linears(input[:1], *blocks))
     for out in outs:
         assert torch.equal(out, out[:1].expand(rows, -1))
 
@@ -351,8 +351,7 @@ def test_several_products_of_one_input(rows):
     weights = [torch.randn(outs, 128) for outs in (33, 8, 64, 1)]
     cases = [(kernels().linears, [weights])]
     for encode in ENCODERS.values():
-        codes, scales = zip(*map(encode, weights), strict=True)
-        cases.append((kernels().block_linears, [list(codes), list(scales)]))
+        cases.append((kernels().block_linears, [list(tensors) for tensors in zip(*map(encode, weights), strict=True)]))
     for product, lists in cases:
         each = [product(input, *([tensor] for tensor in tensors)) for tensors in zip(*lists, strict=True)]
         assert torch.equal(product(input, *lists), torch.cat(each, dim=1))

@@ -1,0 +1,247 @@
+// Weights as codes in blocks: 16 outputs and 32 inputs share a place in memory, and each output of them a scale.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cmath>
+
+#include "rows.h"
+
+namespace {
+
+constexpr int64_t block_outs = 16, block_inputs = 32;
+constexpr int64_t groups_of_scale = 8;  // where scales have factors
+constexpr int bits_of_halves = 6;       // where the halves of a group have a scale each
+
+typedef uint32_t Words __attribute__((vector_size(4 * lanes)));
+typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
+constexpr int64_t vectors_of_block = block_outs / lanes;
+
+inline Lanes as_floats(Words of) { return __builtin_convertvector((Integers)of, Lanes); }
+
+inline float half_as_float(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;
+  float value;
+  if (rest < 0x400) {  // below the smallest exponent
+    value = rest * 0x1p-24f;
+  } else {
+    const uint32_t bits = rest >= 0x7C00 ? (rest << 13) | 0x7F800000 : (rest << 13) + 0x38000000;
+    std::memcpy(&value, &bits, sizeof(value));
+  }
+  return sign ? -value : value;
+}
+
+inline Lanes halves_as_floats(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#else
+  Lanes floats;
+  for (int64_t lane = 0; lane < lanes; lane++) floats[lane] = half_as_float(from[lane]);
+  return floats;
+#endif
+}
+
+inline Lanes bytes_as_floats(const int8_t* from) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Lanes floats;
+  for (int64_t lane = 0; lane < lanes; lane++) floats[lane] = from[lane];
+  return floats;
+#endif
+}
+
+// Codes uint8 [outs / 16, width / 32, 64 * bits]: fields of 4 bits, then of those above, or of 8 (see `field_of`).
+// Scales float16 [outs / 16, width / 32, 1 or 2, 16]: weight = (code - middle) * scale, or code * scale + least.
+// Or those [outs / 16, width / 256, 1 or 2, 16], with factors int8 [outs / 16, width / 32, 2, 16] of them: those of the
+// scale and the least value, or of the scale for the first 16 inputs and for the others.
+struct BlockCodes {
+  const uint8_t* codes;
+  const uint16_t* scales;
+  const int8_t* factors;   // or null
+  int64_t blocks, groups;  // of 16 outputs, of 32 inputs
+  bool has_least;
+
+  bool has_halves() const { return factors && !has_least; }
+
+  // For a vector of outputs the scale, or (which: 1) the least value or the scale of the last 16 inputs.
+  Lanes scale(int64_t block, int64_t group, int which, int64_t vector = 0) const {
+    const int64_t count = has_least ? 2 : 1, index = has_least ? which : 0, at = vector * lanes;
+    const int64_t all = factors ? groups / groups_of_scale : groups, place = factors ? group / groups_of_scale : group;
+    const Lanes scale = halves_as_floats(scales + ((block * all + place) * count + index) * block_outs + at);
+    if (!factors) return scale;
+    return scale * bytes_as_floats(factors + ((block * groups + group) * 2 + which) * block_outs + at);
+  }
+};
+
+// Fields of so many bits for 32 inputs and 16 outputs, which take 64 * width bytes: a byte has those of an output for
+// some inputs that are 4 apart. These are 4 inputs' of a vector of outputs, a byte each, from the bit `place` on. quad:
+// which 4 of the 32.
+template <int width, int place>
+inline Words field_of(const uint8_t* fields, int quad, int64_t vector) {
+  constexpr int quads = 8 / width;
+  constexpr uint32_t mask = (0xFFu >> (8 - width) << place) * 0x01010101u;
+  const Words bytes = load<Words>(fields + quad / quads * 64 + vector * 4 * lanes);
+  const int left = place - width * (quad % quads);
+  return (left > 0 ? bytes << left : bytes >> -left) & mask;
+}
+
+template <int width>
+inline void put_field(uint8_t* fields, int64_t out, int64_t input, int value) {
+  constexpr int quads = 8 / width;
+  const int64_t quad = input / 4;
+  fields[quad / quads * 64 + out * 4 + input % 4] |= value << width * (quad % quads);
+}
+
+constexpr int lower_bits(int bits) { return bits == 8 ? 8 : 4; }
+
+// The codes of 4 inputs, a byte each, for a vector of outputs.
+template <int bits>
+inline Words quad_of(const uint8_t* group, int quad, int64_t vector) {
+  constexpr int lower = lower_bits(bits);
+  const Words codes = field_of<lower, 0>(group, quad, vector);
+  if constexpr (bits == lower) return codes;
+  else return codes | field_of<bits - lower, lower>(group + 64 * lower, quad, vector);
+}
+
+// Into a group whose bytes were zero.
+template <int bits>
+inline void put_code(uint8_t* group, int64_t out, int64_t input, int code) {
+  constexpr int lower = lower_bits(bits);
+  put_field<lower>(group, out, input, code & ((1 << lower) - 1));
+  if constexpr (bits > lower) put_field<bits - lower>(group + 64 * lower, out, input, code >> lower);
+}
+
+constexpr int middle_of(int bits) { return 1 << (bits - 1); }
+
+// The weights of some blocks in full, float32 [16 * blocks, 32 * groups].
+template <int bits>
+void decode_blocks(const BlockCodes& weights, float* to) {
+  const int64_t width = weights.groups * block_inputs;
+  torch::stable::parallel_for(0, weights.blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++)
+      for (int64_t group = 0; group < weights.groups; group++) {
+        const uint8_t* codes = weights.codes + (block * weights.groups + group) * 64 * bits;
+        for (int64_t vector = 0; vector < vectors_of_block; vector++) {
+          alignas(64) float values[block_inputs][lanes];
+          for (int quad = 0; quad < 8; quad++) {
+            const Words four = quad_of<bits>(codes, quad, vector);
+            const Lanes scale = weights.scale(block, group, weights.has_halves() && quad >= 4, vector);
+            const Lanes least = weights.has_least ? weights.scale(block, group, 1, vector) : Lanes{};
+            const float zero = weights.has_least ? 0 : middle_of(bits);
+            for (int byte = 0; byte < 4; byte++)
+              store((as_floats(four >> 8 * byte & 0xFF) - zero) * scale + least, values[quad * 4 + byte]);
+          }
+          float* row = to + (block * block_outs + vector * lanes) * width + group * block_inputs;
+          for (int64_t lane = 0; lane < lanes; lane++, row += width)
+            for (int64_t i = 0; i < block_inputs; i++) row[i] = values[i][lane];
+        }
+      }
+  });
+}
+
+inline uint16_t float_as_half(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  const uint16_t sign = bits >> 16 & 0x8000;
+  const float size = std::fabs(value);
+  if (!(size < 65520)) return sign | (size == size ? 0x7C00 : 0x7E00);
+  if (size < 0x1p-14f) return sign | uint16_t(std::nearbyint(size * 0x1p24f));
+  bits &= 0x7FFFFFFF;
+  return sign | uint16_t((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000) >> 13);
+}
+
+inline void store_as_halves(Lanes from, uint16_t* to) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int64_t lane = 0; lane < lanes; lane++) to[lane] = float_as_half(from[lane]);
+#endif
+}
+
+inline Lanes rounded_to_half(Lanes value) {
+  uint16_t halves[lanes];
+  store_as_halves(value, halves);
+  return halves_as_floats(halves);
+}
+
+// Codes, scales and least values for the weights of a group, of a vector of outputs: those with the smallest squared
+// error of some that are tried. For each of several ranges around the middle of the weights these are the codes, then
+// the scale and the least value that fit them best, a few times.
+template <int bits>
+struct Fit {
+  static constexpr float most = (1 << bits) - 1;
+  Lanes scale, least;
+  uint8_t codes[block_inputs][lanes];
+
+  explicit Fit(const Lanes* weights) {
+    Lanes low = weights[0], high = weights[0], mean = {};
+    for (int64_t i = 0; i < block_inputs; i++) {
+      low = weights[i] < low ? weights[i] : low, high = weights[i] > high ? weights[i] : high;
+      mean += weights[i] * (1.0f / block_inputs);
+    }
+    Lanes smallest = Lanes{} + INFINITY;
+    scale = Lanes{}, least = rounded_to_half(mean);
+    for (const float share : {0.75f, 0.8333f, 0.9167f, 1.0f}) {
+      Lanes by = (high - low) * (share / most), from = (low + high) * 0.5f - by * (most / 2);
+      for (int fit = 0; fit < 5; fit++) {
+        by = rounded_to_half(by), from = rounded_to_half(from);
+        Lanes error = {}, sum = {}, products = {}, squares = {};
+        const Lanes inverse = inverse_of(by);
+        for (int64_t i = 0; i < block_inputs; i++) {
+          const Lanes code = code_of(weights[i], from, inverse), missed = code * by + from - weights[i];
+          error += missed * missed, sum += code, products += code * weights[i], squares += code * code;
+        }
+        const auto better = error < smallest;
+        smallest = better ? error : smallest, scale = better ? by : scale, least = better ? from : least;
+        const Lanes middle = sum * (1.0f / block_inputs), spread = squares - sum * middle;
+        by = (products - sum * mean) / (spread > 1 ? spread : Lanes{} + 1), from = mean - by * middle;
+      }
+    }
+    const Lanes inverse = inverse_of(scale);
+    for (int64_t i = 0; i < block_inputs; i++) {
+      const Lanes code = code_of(weights[i], least, inverse);
+      const Integers integers = __builtin_convertvector(code, Integers);
+      for (int64_t lane = 0; lane < lanes; lane++) codes[i][lane] = static_cast<uint8_t>(integers[lane]);
+    }
+  }
+
+ private:
+  static Lanes inverse_of(Lanes scale) { return scale > 0 ? 1 / scale : Lanes{}; }
+
+  static Lanes code_of(Lanes weight, Lanes least, Lanes inverse) {
+    const Lanes exact = (weight - least) * inverse + 0.5f, bounded = exact > most ? Lanes{} + most : exact;
+    return __builtin_convertvector(__builtin_convertvector(bounded > 0 ? bounded : Lanes{}, Integers), Lanes);
+  }
+};
+
+// weights: float32 [16 * blocks, 32 * groups], as codes and scales with least values.
+template <int bits>
+void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t* codes, uint16_t* scales) {
+  torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; block++)
+      for (int64_t group = 0; group < groups; group++) {
+        const int64_t at = block * groups + group;
+        uint8_t* to = codes + at * 64 * bits;
+        std::memset(to, 0, 64 * bits);
+        for (int64_t first = 0; first < block_outs; first += lanes) {
+          alignas(64) float values[block_inputs * lanes];
+          const float* from = weights + ((block * block_outs + first) * groups + group) * block_inputs;
+          transpose(from, groups * block_inputs, lanes, block_inputs, values, lanes);
+          const Fit<bits> fit(reinterpret_cast<const Lanes*>(values));
+          for (int64_t i = 0; i < block_inputs; i++)
+            for (int64_t lane = 0; lane < lanes; lane++) put_code<bits>(to, first + lane, i, fit.codes[i][lane]);
+          store_as_halves(fit.scale, scales + at * 2 * block_outs + first);
+          store_as_halves(fit.least, scales + (at * 2 + 1) * block_outs + first);
+        }
+      }
+  });
+}
+
+}  // namespace
