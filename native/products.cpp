@@ -133,54 +133,75 @@ BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& 
   const bool has_least = scales.size(2) == 2;
   STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits with scales of halves");
   const int8_t* by = has_factors ? values_of<int8_t>(factors) : nullptr;
-  return {values_of<uint8_t>(codes), values_of<uint16_t>(scales), by, blocks, groups, has_least};
+  return {static_cast<int>(bits), values_of<uint8_t>(codes), values_of<uint16_t>(scales), by, blocks, groups, has_least};
 }
 
 // With fewer rows the processor's other instructions are faster.
 bool fit_units(int64_t rows) { return rows >= 16 && has_matrix_units(); }
 
-// Calls `use(bits)`, a constant, for the bits of codes.
-template <class Use>
-auto with_bits(const Tensor& codes, Use use) {
-  const int64_t bits = codes.size(2) / 64;
-  switch (bits) {
-    case 4: return use(std::integral_constant<int, 4>{});
-    case 5: return use(std::integral_constant<int, 5>{});
-    case 6: return use(std::integral_constant<int, 6>{});
-    default:
-      STD_TORCH_CHECK(bits == 8, "codes have 4, 5, 6 or 8 bits, and these ", bits);
-      return use(std::integral_constant<int, 8>{});
+// The rows times a factor per input, in memory of their own.
+class ScaledRows {
+ public:
+  ScaledRows(const Rows& rows, const float* by) : values_(new float[rows.count * rows.width]), rows_(rows) {
+    rows_.values = values_.get(), rows_.stride = rows.width;
+    for (int64_t row = 0; row < rows.count; row++)
+      for (int64_t i = 0; i < rows.width; i++)
+        values_[row * rows.width + i] = rows.values[row * rows.stride + i] * by[i];
   }
-}
 
-Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors) {
-  STD_TORCH_CHECK(codes.size() == scales.size() && codes.size() == factors.size() && !codes.empty(),
-                  "weights have codes, scales and factors");
+  const Rows& rows() const { return rows_; }
+
+ private:
+  std::unique_ptr<float[]> values_;
+  Rows rows_;
+};
+
+// Inputs in the form that products with codes take.
+struct CodedInput {
+  std::unique_ptr<InputTiles> tiles;
+  std::unique_ptr<BlockInput> blocks;
+
+  CodedInput(const Rows& rows, bool by_units) {
+#ifdef HAS_MATRIX_UNITS
+    if (by_units) tiles = std::make_unique<InputTiles>(rows);
+#endif
+    if (!tiles) blocks = std::make_unique<BlockInput>(rows);
+  }
+};
+
+Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors,
+                     std::vector<Tensor> input_scales) {
+  const size_t count = codes.size();
+  STD_TORCH_CHECK(count && count == scales.size() && count == factors.size() && count == input_scales.size(),
+                  "weights have codes, scales, factors and scales of inputs");
   const int64_t width = input.size(input.dim() - 1), groups = (width + block_inputs - 1) / block_inputs;
   std::vector<BlockCodes> weights;
-  for (size_t i = 0; i < codes.size(); i++) {
+  for (size_t i = 0; i < count; i++) {
     weights.push_back(block_codes(codes[i], scales[i], factors[i]));
     STD_TORCH_CHECK(weights[i].groups == groups, "the inputs are ", width, " wide, and the weights ",
                     weights[i].groups * block_inputs);
-    STD_TORCH_CHECK(codes[i].size(2) == codes[0].size(2), "weights of different bits");
+    const int64_t scaled = input_scales[i].numel();
+    STD_TORCH_CHECK(input_scales[i].is_contiguous() && (scaled == 0 || scaled == groups * block_inputs),
+                    "scales of ", scaled, " inputs, and weights for ", groups * block_inputs);
   }
   const bool by_units = fit_units(rows_of(input));
-  return with_bits(codes[0], [&](auto bits) {
-    const int64_t at_once = by_units ? InputTiles::most_rows : BlockInput::most_rows;
-    return product(input, outs_of(codes) * block_outs, at_once, [&](const Rows& rows, float* out) {
-      std::unique_ptr<InputTiles> tiles;
-      std::unique_ptr<BlockInput> blocks;
-#ifdef HAS_MATRIX_UNITS
-      if (by_units) tiles = std::make_unique<InputTiles>(rows);
-#endif
-      if (!tiles) blocks = std::make_unique<BlockInput>(rows);
-      std::vector<BlockProduct<bits>> products;
-      for (const BlockCodes& some : weights) {
-        products.push_back({some, blocks.get(), tiles.get(), out, outs_of(codes) * block_outs});
-        out += some.blocks * block_outs;
+  const int64_t at_once = by_units ? InputTiles::most_rows : BlockInput::most_rows;
+  return product(input, outs_of(codes) * block_outs, at_once, [&](const Rows& rows, float* out) {
+    std::vector<CodedInput> inputs;
+    inputs.reserve(count);
+    const CodedInput* unscaled = nullptr;  // shared
+    std::vector<BlockProduct> products;
+    for (size_t i = 0; i < count; i++) {
+      const CodedInput* of = unscaled;
+      if (input_scales[i].numel()) {
+        of = &inputs.emplace_back(ScaledRows(rows, values_of<float>(input_scales[i])).rows(), by_units);
+      } else if (!of) {
+        of = unscaled = &inputs.emplace_back(rows, by_units);
       }
-      compute(rows, products);
-    });
+      products.push_back({weights[i], of->blocks.get(), of->tiles.get(), out, outs_of(codes) * block_outs});
+      out += weights[i].blocks * block_outs;
+    }
+    compute(rows, products);
   });
 }
 
@@ -188,7 +209,7 @@ Tensor block_weights(Tensor codes, Tensor scales, Tensor factors) {
   const BlockCodes weights = block_codes(codes, scales, factors);
   Tensor out = torch::stable::empty({weights.blocks * block_outs, weights.groups * block_inputs},
                                     torch::headeronly::ScalarType::Float);
-  with_bits(codes, [&](auto bits) { decode_blocks<bits>(weights, static_cast<float*>(out.data_ptr())); });
+  with_bits(weights.bits, [&](auto bits) { decode_blocks<bits>(weights, static_cast<float*>(out.data_ptr())); });
   return out;
 }
 
@@ -197,7 +218,7 @@ void encode_weights(Tensor weight, Tensor codes, Tensor scales, Tensor factors) 
   STD_TORCH_CHECK(blocks.has_least && !blocks.factors && weight.is_contiguous(), "a scale and a least value per group");
   STD_TORCH_CHECK(weight.size(0) == blocks.blocks * block_outs && weight.size(1) == blocks.groups * block_inputs,
                   "weights of other blocks");
-  with_bits(codes, [&](auto bits) {
+  with_bits(blocks.bits, [&](auto bits) {
     encode_blocks<bits>(values_of<float>(weight), blocks.blocks, blocks.groups,
                         static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint16_t*>(scales.data_ptr()));
   });
@@ -211,10 +232,11 @@ bool integer_products() { return BlockInput::has_integers; }
 
 // Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all].
 // weights: float32 [outs, width] with a contiguous width. codes, scales, factors: see `BlockCodes`, with no factors
-// [outs / 16, width / 32, 0, 16]; all have as many bits.
+// [outs / 16, width / 32, 0, 16]. input_scales: float32 [width, filled up to groups of 32], or of no elements; inputs are
+// multiplied with them.
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
-  library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors) -> Tensor");
+  library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors, Tensor[] input_scales) -> Tensor");
   // In full, float32 [outs, width].
   library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");
   library.def("encode_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) scales, Tensor factors) -> ()");

@@ -7,6 +7,8 @@ of the types Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, Q6_K, Q5_K and Q4_K of GGUF files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ GROUP = 32  # inputs with one scale
 _OUTS = 16  # outputs of a block
 _FIELDS = {4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # of codes by their bits: the lowest bits first
 _AT_ONCE = 2**18  # elements whose codes are looked for together: they fit a processor's cache
+_SAMPLED = 64  # outputs, at least, whose errors are compared
 _RANGES = (0.75, 0.8333, 0.9167, 1.0)  # shares of a group's range that are tried
 _FITS = 5  # of scale and least value to codes, for each
 
@@ -36,6 +39,7 @@ class BlockCodes(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     factors: torch.Tensor
+    input_scales: torch.Tensor
 
     @property
     def bits(self) -> int:
@@ -44,8 +48,8 @@ class BlockCodes(NamedTuple):
     def weights(self) -> torch.Tensor:
         """All in full, float32 [outs, width]."""
         if (operators := kernels()) is not None and self.codes.device.type == "cpu":
-            full: torch.Tensor = operators.block_weights(*self)
-            return full
+            full: torch.Tensor = operators.block_weights(self.codes, self.scales, self.factors)
+            return self._of_scaled_inputs(full)
         return self.rows(torch.arange(self.codes.shape[0] * _OUTS, device=self.codes.device))
 
     def rows(self, outs: torch.Tensor) -> torch.Tensor:
@@ -63,9 +67,12 @@ class BlockCodes(NamedTuple):
             factors = self.factors[block, :, :, place].float()
             scales = (factors.unflatten(-2, (scales.shape[-2], -1)) * scales[..., None, :]).flatten(-3, -2)
         if has_least:
-            return (full * scales[..., :1] + scales[..., 1:]).flatten(-2)
+            return self._of_scaled_inputs((full * scales[..., :1] + scales[..., 1:]).flatten(-2))
         parts = (full - 2 ** (self.bits - 1)).unflatten(-1, (scales.shape[-1], -1))
-        return (parts * scales[..., None]).flatten(-3)
+        return self._of_scaled_inputs((parts * scales[..., None]).flatten(-3))
+
+    def _of_scaled_inputs(self, weights: torch.Tensor) -> torch.Tensor:
+        return weights * self.input_scales if self.input_scales.shape[0] else weights
 
 
 def unpacked(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
@@ -83,6 +90,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int, factors: torch.Te
 
     factors: int8 [outs, groups, 2], with scales [outs, groups / 8, 1 or 2].
     """
+    without_scales = torch.empty(0, device=codes.device)
     if factors is None:
         factors = torch.empty(*codes.shape[:2], 0, dtype=torch.int8, device=codes.device)
     fill = -codes.shape[0] % _OUTS
@@ -97,34 +105,60 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int, factors: torch.Te
         lines.append(line.flatten(2))
         least_bit += width
     in_order = (of.unflatten(0, (-1, _OUTS)).permute(0, 2, 3, 1).contiguous() for of in (scales, factors))
-    return BlockCodes(torch.cat(lines, dim=2), *in_order)
+    return BlockCodes(torch.cat(lines, dim=2), *in_order, without_scales)
 
 
 def eight_bits(weight: torch.Tensor) -> BlockCodes:
     """Weights [outs, width], rounded to the nearest of 255 multiples of a scale."""
+    return _leveled(weight, _rounded)
+
+
+def four_bits(weight: torch.Tensor) -> BlockCodes:
+    """Weights [outs, width] in 4 bits, or in 5 where there are fewer outputs than inputs.
+
+    Errors of those weigh most per byte: in a Llama these are keys, values, and what goes back out of an MLP.
+    """
+    return fitted(weight, bits=4 if weight.shape[0] >= weight.shape[1] else 5)
+
+
+def fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
+    """Weights [outs, width], with the scales and least values of the smallest squared error that was found."""
+    return _leveled(weight, partial(_fitted, bits=bits))
+
+
+def _leveled(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes]) -> BlockCodes:
+    """Codes of weights whose inputs have equal mean squares, with the scales that this takes.
+
+    The range of a group is that of its largest inputs, and the error of the others is as large. Weights that lie on a
+    grid, as those that were decoded before, are found again without scales only.
+    """
+    scales = weight.float().square().mean(dim=0).sqrt()
+    scales = torch.where(scales > 1e-12, scales, 1.0)
+    filled = functional.pad(scales, (0, -weight.shape[1] % GROUP), value=1.0)
+    if weight.is_meta:  # only sizes are asked for
+        return encode(weight)._replace(input_scales=filled)
+    some = weight[:: max(1, weight.shape[0] // _SAMPLED)].float()
+    if _error(some, encode) < _error(some / scales, encode) / 4:
+        return encode(weight.float())
+    return encode(weight / scales)._replace(input_scales=filled)
+
+
+def _error(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes]) -> float:
+    """The mean square of it, relative to that of the weights."""
+    decoded = encode(weight).weights()[: weight.shape[0], : weight.shape[1]]
+    return float((decoded - weight).square().sum() / weight.square().sum().clamp_min(1e-30))
+
+
+def _rounded(weight: torch.Tensor) -> BlockCodes:
+    """8 bits."""
     groups = _groups(weight)
     scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
     codes = (groups / scales.float().clamp_min(1e-30)).round_().clamp_(-127, 127) + 128
     return pack(codes.to(torch.uint8), scales, bits=8)
 
 
-def four_bits(weight: torch.Tensor) -> BlockCodes:
+def _fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
     """See `fitted`."""
-    return fitted(weight, bits=4)
-
-
-def five_bits(weight: torch.Tensor) -> BlockCodes:
-    """See `fitted`."""
-    return fitted(weight, bits=5)
-
-
-def six_bits(weight: torch.Tensor) -> BlockCodes:
-    """See `fitted`."""
-    return fitted(weight, bits=6)
-
-
-def fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
-    """Weights [outs, width], with the scales and least values of the smallest squared error that was found."""
     groups = _groups(weight)
     if (operators := kernels()) is not None and weight.device.type == "cpu":
         filled = functional.pad(groups.flatten(1), (0, 0, 0, -weight.shape[0] % _OUTS)).contiguous()
@@ -133,7 +167,7 @@ def fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
         scales = torch.empty(*blocks, 2, _OUTS, dtype=torch.float16, device=weight.device)
         factors = torch.empty(*blocks, 0, _OUTS, dtype=torch.int8, device=weight.device)
         operators.encode_weights(filled, codes, scales, factors)
-        return BlockCodes(codes, scales, factors)
+        return BlockCodes(codes, scales, factors, torch.empty(0, device=weight.device))
     pieces = [_fit(piece, 2**bits - 1) for piece in groups.split(max(1, _AT_ONCE // weight.shape[1]))]
     codes, scales = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
     return pack(codes, scales, bits)

@@ -24,7 +24,7 @@ def join_products(graph: torch.fx.Graph) -> None:
     groups = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in targets and all(map(_is_given, _weights(node))):
-            groups[node.target, _input(node), _bytes_of_group(node)].append(node)
+            groups[node.target, _input(node)].append(node)
     for nodes in groups.values():
         if len(nodes) > 1:
             _join(graph, nodes)
@@ -56,9 +56,13 @@ def _empty_product(input: torch.Tensor, weights: list[torch.Tensor]) -> torch.Te
 
 
 def _empty_block_product(
-    input: torch.Tensor, codes: list[torch.Tensor], scales: list[torch.Tensor], factors: list[torch.Tensor]
+    input: torch.Tensor,
+    codes: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    factors: list[torch.Tensor],
+    input_scales: list[torch.Tensor],
 ) -> torch.Tensor:
-    return input.new_empty(*input.shape[:-1], sum(some.shape[0] * some.shape[-1] for some in scales))
+    return input.new_empty(*input.shape[:-1], sum(some.shape[0] * some.shape[-1] for some in factors))
 
 
 def _empty_weights(codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -79,12 +83,6 @@ def _input(node: torch.fx.Node) -> object:
         torch.ops.aten.view.default,
     )
     return (view.args[0], str(view.args[1])) if is_view else view
-
-
-def _bytes_of_group(node: torch.fx.Node) -> int:
-    """Of codes: products that are joined have as many bits."""
-    weight = _weights(node)[0].meta["val"]
-    return int(weight.shape[2]) if node.target == torch.ops.kvengine.block_linears.default else 0
 
 
 def _is_given(tensor: torch.fx.Node) -> bool:

@@ -20,7 +20,7 @@ from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits
 from engine.kernels.linear_kernels import has_integer_products, kernels
 
 _IN_FULL = 2**22  # elements of weights at a time
-_TENSORS = ("codes", "scales", "factors")  # of `BlockCodes`
+_TENSORS = BlockCodes._fields
 
 ENCODERS: dict[str, Callable[[torch.Tensor], BlockCodes]] = {"int8": eight_bits, "int4": four_bits}
 """From weights [outs, width] to their codes, by the choices of `EngineConfig(weights=...)`."""
@@ -28,12 +28,13 @@ ENCODERS: dict[str, Callable[[torch.Tensor], BlockCodes]] = {"int8": eight_bits,
 
 class LowBitLinear(KeepsDataTypes):
     """in_features, out_features, bias: as of `nn.Linear`. weight: [outs, width] without values (NaN) and memory: models
-    and PEFT read its data type, size and device. codes, scales, factors: of `BlockCodes`; they are made anew, by
-    `encode`, of weights that are loaded into the layer."""
+    and PEFT read its data type, size and device. codes, scales, factors, input_scales: of `BlockCodes`; they are made
+    anew, by `encode`, of weights that are loaded into the layer."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     factors: torch.Tensor
+    input_scales: torch.Tensor
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class LowBitLinear(KeepsDataTypes):
 
     @property
     def blocks(self) -> BlockCodes:
-        return BlockCodes(self.codes, self.scales, self.factors)
+        return BlockCodes(self.codes, self.scales, self.factors, self.input_scales)
 
     def follow(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.weight = fn(self.weight[0, 0]).expand(self.weight.shape)
@@ -71,7 +72,7 @@ class LowBitLinear(KeepsDataTypes):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1]).float()
         if rows.shape[0] <= self._most_rows and (operators := kernels()) is not None:
-            out = operators.block_linears(rows.contiguous(), [self.codes], [self.scales], [self.factors])
+            out = operators.block_linears(rows.contiguous(), *([tensor] for tensor in self.blocks))
         else:
             out = _product_in_full(rows, self.blocks)
         out = out[:, : self.out_features].to(input.dtype).reshape(*input.shape[:-1], self.out_features)
@@ -83,8 +84,10 @@ def _product_in_full(rows: torch.Tensor, blocks: BlockCodes) -> torch.Tensor:
     if rows.shape[1] < width:
         rows = functional.pad(rows, (0, width - rows.shape[1]))
     elements = width * 16
-    pieces = zip(*(tensor.split(max(1, _IN_FULL // elements)) for tensor in blocks), strict=True)
-    return torch.cat([functional.linear(rows, BlockCodes(*piece).weights()) for piece in pieces], dim=-1)
+    *by_outs, input_scales = blocks
+    pieces = zip(*(tensor.split(max(1, _IN_FULL // elements)) for tensor in by_outs), strict=True)
+    weights = (BlockCodes(*piece, input_scales).weights() for piece in pieces)
+    return torch.cat([functional.linear(rows, weight) for weight in weights], dim=-1)
 
 
 def _most_rows() -> int:

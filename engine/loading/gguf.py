@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from caches.platform.machine import cache_folder
 from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
 from engine.errors import InputError
-from engine.kernels.block_codes import BlockCodes, eight_bits, five_bits, four_bits, six_bits
+from engine.kernels.block_codes import BlockCodes, eight_bits, fitted
 from engine.kernels.low_bit_linears import LowBitLinear
 from engine.kernels.weight_conversion import keep_data_type, linears_of, replace_linear
 from engine.loading.gguf_types import LAYOUTS, blocks_of
 
 _WITHOUT_VALUES = torch.zeros((), device="cpu")  # and memory, for weights whose codes are kept
+_ENCODERS = {bits: partial(fitted, bits=bits) for bits in (4, 5, 6)} | {8: eight_bits}
+"""Of weights that are loaded later, by the bits of those in the file."""
 _HASHED = 2**20  # bytes of a file that tell it from others, with its size and time
-_ENCODERS = {4: four_bits, 5: five_bits, 6: six_bits, 8: eight_bits}  # of weights that are loaded later, by their bits
 
 
 @contextmanager

@@ -109,10 +109,8 @@ class BlockInput {
 #endif
 };
 
-template <int bits>
+// Outputs of weights with codes.
 struct BlockProduct {
-  static constexpr int64_t bytes_of_group = 64 * bits;
-
   BlockCodes weights;
   const BlockInput* input;   // or null
   const InputTiles* tiles;   // instead, or null
@@ -122,6 +120,13 @@ struct BlockProduct {
   int64_t shares() const { return tiles ? (weights.blocks + 3) / 4 : weights.blocks; }
 
   bool has_small_shares() const { return false; }
+
+  void compute(int64_t from, int64_t to) const;
+};
+
+template <int bits>
+struct ProductOfBits : BlockProduct {
+  static constexpr int64_t bytes_of_group = 64 * bits;
 
   void compute(int64_t from, int64_t to) const {
 #ifdef HAS_MATRIX_UNITS
@@ -308,5 +313,9 @@ struct BlockProduct {
   }
 #endif
 };
+
+inline void BlockProduct::compute(int64_t from, int64_t to) const {
+  with_bits(weights.bits, [&](auto bits) { ProductOfBits<bits>{*this}.compute(from, to); });
+}
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <cmath>
+#include <type_traits>
 
 #include "rows.h"
 
@@ -60,6 +61,7 @@ inline Lanes bytes_as_floats(const int8_t* from) {
 // Or those [outs / 16, width / 256, 1 or 2, 16], with factors int8 [outs / 16, width / 32, 2, 16] of them: those of the
 // scale and the least value, or of the scale for the first 16 inputs and for the others.
 struct BlockCodes {
+  int bits;  // 4, 5, 6 or 8
   const uint8_t* codes;
   const uint16_t* scales;
   const int8_t* factors;   // or null
@@ -114,6 +116,19 @@ inline void put_code(uint8_t* group, int64_t out, int64_t input, int code) {
   constexpr int lower = lower_bits(bits);
   put_field<lower>(group, out, input, code & ((1 << lower) - 1));
   if constexpr (bits > lower) put_field<bits - lower>(group + 64 * lower, out, input, code >> lower);
+}
+
+// Calls `use(bits)`, a constant, for the bits of codes.
+template <class Use>
+auto with_bits(int bits, Use use) {
+  switch (bits) {
+    case 4: return use(std::integral_constant<int, 4>{});
+    case 5: return use(std::integral_constant<int, 5>{});
+    case 6: return use(std::integral_constant<int, 6>{});
+    default:
+      STD_TORCH_CHECK(bits == 8, "codes have 4, 5, 6 or 8 bits, and these ", bits);
+      return use(std::integral_constant<int, 8>{});
+  }
 }
 
 constexpr int middle_of(int bits) { return 1 << (bits - 1); }
