@@ -104,8 +104,8 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int, factors: torch.Te
             line = line | fields[:, :, :, at] << at * width
         lines.append(line.flatten(2))
         least_bit += width
-    in_order = (of.unflatten(0, (-1, _OUTS)).permute(0, 2, 3, 1).contiguous() for of in (scales, factors))
-    return BlockCodes(torch.cat(lines, dim=2), *in_order, without_scales)
+    scales, factors = (of.unflatten(0, (-1, _OUTS)).permute(0, 2, 3, 1).contiguous() for of in (scales, factors))
+    return BlockCodes(torch.cat(lines, dim=2), scales, factors, without_scales)
 
 
 def eight_bits(weight: torch.Tensor) -> BlockCodes:

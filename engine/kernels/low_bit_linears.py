@@ -84,9 +84,11 @@ def _product_in_full(rows: torch.Tensor, blocks: BlockCodes) -> torch.Tensor:
     if rows.shape[1] < width:
         rows = functional.pad(rows, (0, width - rows.shape[1]))
     elements = width * 16
-    *by_outs, input_scales = blocks
-    pieces = zip(*(tensor.split(max(1, _IN_FULL // elements)) for tensor in by_outs), strict=True)
-    weights = (BlockCodes(*piece, input_scales).weights() for piece in pieces)
+    split = (tensor.split(max(1, _IN_FULL // elements)) for tensor in (blocks.codes, blocks.scales, blocks.factors))
+    weights = (
+        BlockCodes(codes, scales, factors, blocks.input_scales).weights()
+        for codes, scales, factors in zip(*split, strict=True)
+    )
     return torch.cat([functional.linear(rows, weight) for weight in weights], dim=-1)
 
 

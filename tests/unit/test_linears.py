@@ -19,6 +19,7 @@ import engine
 from engine.compiling import package_builder
 from engine.compiling.layer_step import LayerStep, Place
 from engine.kernels import linear_backend, linear_kernels, linear_routes
+from engine.kernels.block_codes import eight_bits, fitted
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
 from engine.kernels.linear_kernels import join_products, kernels
 from engine.kernels.linear_routes import ALL_TORCH
@@ -352,6 +353,8 @@ def test_several_products_of_one_input(rows):
     cases = [(kernels().linears, [weights])]
     for encode in ENCODERS.values():
         cases.append((kernels().block_linears, [list(tensors) for tensors in zip(*map(encode, weights), strict=True)]))
+    several = [fitted(weights[0], 4), fitted(weights[1], 6), eight_bits(weights[2]), fitted(weights[3], 5)]
+    cases.append((kernels().block_linears, [list(tensors) for tensors in zip(*several, strict=True)]))
     for product, lists in cases:
         each = [product(input, *([tensor] for tensor in tensors)) for tensors in zip(*lists, strict=True)]
         assert torch.equal(product(input, *lists), torch.cat(each, dim=1))

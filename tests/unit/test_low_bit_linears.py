@@ -124,6 +124,42 @@ def test_a_bit_more_halves_the_error(has_kernels, monkeypatch):
     assert errors[6] < errors[5] / 1.9 < errors[4] / 1.9**2 < 0.021
 
 
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("weights", ENCODERS)
+@torch.no_grad()
+def test_weights_of_inputs_of_any_size_have_the_same_relative_error(weights, has_kernels, monkeypatch):
+    """Else that of the largest in a group would be the error of all."""
+    if not has_kernels:
+        without_kernels(monkeypatch)
+    weight, sizes = torch.randn(64, 333), 10 ** (2 * torch.rand(333) - 1)
+    error, uneven = relative(weights_of(layer_of(weights, weight)), weight), layer_of(weights, weight * sizes)
+    assert relative(weights_of(uneven) / sizes, weight) < 1.05 * error
+    input = torch.randn(5, 333)
+    torch.testing.assert_close(uneven(input), nn.functional.linear(input, weights_of(uneven)), atol=1e-3, rtol=1e-4)
+    few = low_bit_linears._product_in_full(input, uneven.blocks)[:, :64]
+    torch.testing.assert_close(uneven(input), few, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("weights", "bits", "halves"), [("int4", 4, 1), ("int4", 4, 2), ("int8", 8, 1)])
+@torch.no_grad()
+def test_weights_on_a_grid_are_found_again(weights, bits, halves):
+    """Those that were decoded before."""
+    least = 1 if bits == 8 else 0  # of 8 bits there are as many codes above the middle as below
+    codes = torch.randint(least, 2**bits, (64, 2, 32), dtype=torch.uint8)
+    codes[..., :2] = torch.tensor([least, 2**bits - 1], dtype=torch.uint8)
+    scales = torch.rand(64, 2, halves).half() + 0.5
+    full = pack(codes, scales, bits).weights()
+    blocks = ENCODERS[weights](full)
+    assert blocks.input_scales.numel() == 0
+    torch.testing.assert_close(blocks.weights(), full, atol=2e-3, rtol=2e-3)
+
+
+@torch.no_grad()
+def test_layers_with_fewer_outputs_than_inputs_have_a_bit_more():
+    assert [ENCODERS["int4"](torch.randn(outs, 64)).bits for outs in (32, 64, 96)] == [5, 4, 4]
+    assert [ENCODERS["int8"](torch.randn(outs, 64)).bits for outs in (32, 64, 96)] == [8, 8, 8]
+
+
 @torch.no_grad()
 def test_inputs_without_an_end():
     for weights in ENCODERS:
