@@ -182,6 +182,7 @@ struct ProductOfBits : BlockProduct {
   template <int some, Form form>
   void tile(int64_t row, int64_t block, int64_t vector) const {
     constexpr int halves = form == Form::scale_of_each_half ? 2 : 1;
+    constexpr bool has_least = form == Form::scale_and_least;
     Lanes sums[some] = {};
     for (int64_t group = 0; group < weights.groups; group++) {
       const uint8_t* codes = codes_of(block, group);
@@ -208,17 +209,14 @@ struct ProductOfBits : BlockProduct {
           }
         }
         const __m512 scale = (__m512)weights.scale(block, group, half);
+        const Lanes offset = has_least ? offset_of((Lanes)scale, block, group, 0) : Lanes{};
         for (int other = 0; other < some; other++) {
           const __m512i rest = _mm512_add_epi32(_mm512_slli_epi32(found[other][1], 8), found[other][2]);
           const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(found[other][0]), _mm512_set1_ps(65536),
                                              _mm512_cvtepi32_ps(rest));
           const __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(input->scale(row + other, group)));
           sums[other] = (Lanes)_mm512_fmadd_ps(sum, by, (__m512)sums[other]);
-        }
-        if constexpr (form == Form::scale_and_least) {
-          const Lanes offset = offset_of((Lanes)scale, block, group, 0);
-          for (int other = 0; other < some; other++)
-            add_product(sums[other], offset, input->sum(row + other, group) + Lanes{});
+          if (has_least) add_product(sums[other], offset, input->sum(row + other, group) + Lanes{});
         }
       }
     }
@@ -230,6 +228,7 @@ struct ProductOfBits : BlockProduct {
   template <int some, Form form>
   void tile(int64_t row, int64_t block, int64_t vector) const {
     constexpr int halves = form == Form::scale_of_each_half ? 2 : 1;
+    constexpr bool has_least = form == Form::scale_and_least;
     Lanes sums[some] = {};
     for (int64_t group = 0; group < weights.groups; group++) {
       const uint8_t* codes = codes_of(block, group);
@@ -250,16 +249,13 @@ struct ProductOfBits : BlockProduct {
           }
         }
         const Lanes scale = weights.scale(block, group, half, vector);
+        const Lanes offset = has_least ? offset_of(scale, block, group, vector) : Lanes{};
         for (int other = 0; other < some; other++) {
           Lanes sum = found[other][0] + found[other][1] * 0x1p-8f + found[other][2] * 0x1p-16f +
                       found[other][3] * (bits == 8 ? 1 : 0x1p-24f);
           const float of_inputs = input->sum(row + other, group, halves == 1 ? 0 : half + 1);
           add_product(sums[other], sum - middle_of(bits) * of_inputs, scale);
-        }
-        if constexpr (form == Form::scale_and_least) {
-          const Lanes offset = offset_of(scale, block, group, vector);
-          for (int other = 0; other < some; other++)
-            add_product(sums[other], offset, input->sum(row + other, group) + Lanes{});
+          if (has_least) add_product(sums[other], offset, of_inputs + Lanes{});
         }
       }
     }

@@ -74,10 +74,18 @@ def test_products_of_the_library_for_older_processors():
     subprocess.run(command, env=environment, check=True)
 
 
+@pytest.fixture
+def without_graphs():
+    """There is a limit to those of a function."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("without_graphs")
 @pytest.mark.parametrize("type_name", LAYOUTS)
 @torch.no_grad()
 def test_layers_and_embeddings_are_traced_without_a_break(type_name):
-    torch.compiler.reset()  # there is a limit to the graphs of a function
     layer = layer_of(raw_of(type_name, 96, 256), type_name)
     table, ids = LowBitEmbedding(nn.Embedding(96, 256), layer), torch.tensor([[3, 95], [7, 0]])
     for module, inputs in [(layer, [torch.randn(1, 256), torch.randn(20, 256)]), (table, [ids])]:
@@ -107,3 +115,17 @@ def test_weights_that_are_loaded_into_a_layer_get_codes_of_as_many_bits(type_nam
     assert layer.blocks.bits == LAYOUTS[type_name].bits
     error = (layer.blocks.rows(torch.arange(40)) - weight).norm() / weight.norm()
     assert error < {4: 0.1, 5: 0.05, 6: 0.025, 8: 0.01}[layer.blocks.bits]
+
+
+def test_codes_of_other_blocks_are_refused():
+    if kernels() is None:
+        pytest.skip("needs the kernels")
+    codes, scales, factors = blocks_of(raw_of("Q6_K", 16, 512), "Q6_K")
+    for wrong, message in [
+        ((codes[..., :256].contiguous(), scales, factors), "codes of 4 bits with scales of halves"),
+        ((codes[..., :192].contiguous(), scales, factors[:, :, :0]), "scales are of different blocks"),
+        ((codes, scales, factors[:, :8].contiguous()), "codes and factors are of different blocks"),
+        ((codes[:, :4].contiguous(), scales, factors[:, :4].contiguous()), "scales with factors are of 256 inputs"),
+    ]:
+        with pytest.raises(RuntimeError, match=message):
+            kernels().block_weights(*wrong)
