@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from caches.platform.machine import cache_folder
 from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
 from engine.errors import InputError
-from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits, pack
+from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits, pack, without_values
 from engine.kernels.low_bit_linears import LowBitLinear
 from engine.kernels.weight_conversion import keep_data_type, linears_of, replace_linear
 
@@ -83,13 +83,8 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
     """
     with torch.device("meta"):
         empty = auto_class.from_config(config)
-    tensors = gguf_tensors(file, empty) or {}
     layers = _layers(empty)
-    coded = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None
-    }
+    tensors, coded = _tensors(file, empty, layers)
     if not coded:
         return None
     weights: dict[str, torch.Tensor] = {}
@@ -112,6 +107,30 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
         _put(model, *layers[name.removesuffix(".weight")], blocks)
     keep_data_type(model)
     return model
+
+
+def put_codes_without_values(file: Path, model: PreTrainedModel) -> None:
+    """Let a model on the meta device keep what `load_codes` would, to count its bytes: the file's header is read."""
+    layers = _layers(model)
+    tensors, coded = _tensors(file, model, layers)
+    if not all(tensor.is_whole for tensor in tensors.values()):
+        return
+    codes = {name: without_values(*model.get_parameter(name).shape, *_LAYOUTS[coded[name].type_name]) for name in coded}
+    for name, blocks in codes.items():
+        _put(model, *layers[name.removesuffix(".weight")], blocks)
+
+
+def _tensors(
+    file: Path, model: PreTrainedModel, layers: Container[str]
+) -> tuple[dict[str, GgufTensor], dict[str, GgufTensor]]:
+    """By the names of the model's weights: all tensors of a file, and those of `layers` that may stay codes."""
+    tensors = gguf_tensors(file, model) or {}
+    coded = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.removesuffix(".weight") in layers and tensor.type_name in _LAYOUTS and tensor.order is not None
+    }
+    return tensors, coded
 
 
 def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:
