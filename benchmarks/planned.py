@@ -3,14 +3,16 @@
     python benchmarks/planned.py --model smollm2 --runs 30 --out planned-cpu.json
     python benchmarks/planned.py --model smollm2 --seed 17
 
-Every seed draws a run: cache, strategy, rows, lengths, weights, chunks of the prompt. It has a process of its own, with
-a model that is loaded and warm; what comes on top of that is measured. Prints a table, and one JSON line. Linux only.
+Every seed draws a run: cache, strategy, rows, lengths, weights, chunks of the prompt. It has a process of its own, the
+copy of one with a model that is loaded and warm; what comes on top of that is measured. Prints a table, and one JSON
+line. Linux only, and on one thread, because others do not survive that a process is copied.
 """
 
 from __future__ import annotations
 
 import gc
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -67,38 +69,59 @@ class Run:
             cache=cache,
             cache_config=cache_config,
             strategy=draw.choice(STRATEGIES) if cache != "none" else {},
-            rows=draw.choice([1, 1, 2, 4]),
+            rows=draw.choice([1, 1, 2, 4]) if cache != "none" else 1,
             prompt_tokens=draw.randint(50, 1500),
-            new_tokens=8 if cache == "none" else draw.choice([8, 16, 32]),
+            new_tokens=4 if cache == "none" else draw.choice([8, 16, 32]),
             weights=draw.choice(WEIGHTS_CHOICES),
             chunk_tokens=draw.choice([None, None, 128, 512]) if cache != "none" else None,
         )
 
 
-def measured(run: Run, model: str, threads: int) -> dict[str, Any]:
-    """Bytes, planned and measured: of the weights, and of what the run takes beside them."""
-    torch.set_num_threads(threads)
+def measured(weights: str, runs: dict[int, Run], model: str) -> dict[int, dict[str, Any]]:
+    """By seed: bytes, planned and measured, of the weights and of what the run takes beside them."""
+    torch.set_num_threads(1)
     engine.generate(engine.SHIPPED_MODEL, [[5, 6, 7]], max_new_tokens=4)  # loads libraries
-    unloaded = _resident()
-    config = engine.EngineConfig(weights=run.weights, prefill_chunk_tokens=run.chunk_tokens)
-    generator = engine.Generator(engine.SHIPPED_MODEL if model == "shipped" else model, config=config)
-    generator.model.generation_config.eos_token_id, generator.model.generation_config.pad_token_id = None, 0
+    unloaded = resident()
+    engine.generate(loaded(model, weights), [[5, 6, 7]], max_new_tokens=4)
+    of_weights = {"measured": resident() - unloaded}
+    planned = engine.plan(path_of(model), cache="dynamic", prompt_tokens=8, max_new_tokens=8, device="cpu", weights=weights)
+    of_weights["planned"] = planned.weight_bytes
+    found = {}
+    for seed, run in runs.items():
+        found[seed] = {"weights": of_weights, **in_a_process_of_its_own(taken_by, run, model, start="fork")}
+        print(seed, title(run), *columns(found[seed]), sep=" | ", flush=True)
+    return found
+
+
+@lru_cache(maxsize=1)
+def loaded(model: str, weights: str) -> Any:
+    """The model, which never ends by itself; a process that is copied has it."""
+    loaded_model = engine.Generator(path_of(model), config=engine.EngineConfig(weights=weights)).model
+    loaded_model.generation_config.eos_token_id, loaded_model.generation_config.pad_token_id = None, 0
+    return loaded_model
+
+
+def path_of(model: str) -> str | Path:
+    return engine.SHIPPED_MODEL if model == "shipped" else model
+
+
+def taken_by(run: Run, name: str) -> dict[str, Any]:
+    model = loaded(name, run.weights)
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=run.chunk_tokens))
     seeded = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, generator.model.config.vocab_size, (run.rows, run.prompt_tokens), generator=seeded)
+    ids = torch.randint(3, model.config.vocab_size, (run.rows, run.prompt_tokens), generator=seeded)
     options = run.strategy | {"cache": run.cache, "cache_config": run.cache_config or None, "seed": 0}
-    loaded = _resident()
-    generator.generate(ids[:1, :16], **options, max_new_tokens=4)  # tries the model, chooses kernels
-    before = _resident()
+    generator.generate(ids[:1, :200], **options, max_new_tokens=4)  # tries the model, chooses kernels
+    before = resident()
     forget_peak("cpu")
     out = generator.generate(ids, **options, max_new_tokens=run.new_tokens)
     peak = memory_bytes("cpu", peak=True) - before
     plan = engine.plan(
-        generator.model, cache=run.cache, cache_config=run.cache_config or None, prompt_tokens=run.prompt_tokens,
+        model, cache=run.cache, cache_config=run.cache_config or None, prompt_tokens=run.prompt_tokens,
         max_new_tokens=run.new_tokens, batch_size=run.rows, prefill_chunk_tokens=run.chunk_tokens, **run.strategy,
     )  # fmt: skip
     backend = plan.backends[0]
     return {
-        "weights": {"planned": plan.weight_bytes, "measured": loaded - unloaded},
         "run": {"planned": sum(backend.need_bytes.values()), "measured": peak},
         "cache": {"planned": sum(backend.cache_bytes.values()), "measured": out.stats.cache_bytes},
         "working": backend.working_bytes,
@@ -106,7 +129,7 @@ def measured(run: Run, model: str, threads: int) -> dict[str, Any]:
     }
 
 
-def _resident() -> int:
+def resident() -> int:
     gc.collect()
     give_back_freed_memory()
     return memory_bytes("cpu", peak=False)
@@ -116,19 +139,19 @@ def main(
     model: Annotated[str, typer.Option(help="path, name or hub id; 'shipped': the model in the package")] = "shipped",
     runs: Annotated[int, typer.Option(help="seeds 0, 1, ...")] = 30,
     seed: Annotated[list[int] | None, typer.Option(help="these instead; may be repeated")] = None,
-    threads: Annotated[int, typer.Option(help="threads of torch")] = 1,
     out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
 ) -> None:
+    drawn = {number: Run.drawn(number) for number in seed or range(runs)}
+    found: dict[int, dict[str, Any]] = {}
+    for weights in WEIGHTS_CHOICES:
+        if those := {number: run for number, run in drawn.items() if run.weights == weights}:
+            found |= in_a_process_of_its_own(measured, weights, those, model)
     table = Table("seed", "run", "MB of cache", "measured", "work", "logits", "all planned", "measured", "ratio",
                   "weights", "measured", "with weights")  # fmt: skip
-    cases = []
-    for number in seed or range(runs):
-        run = Run.drawn(number)
-        found = in_a_process_of_its_own(measured, run, model, threads)
-        cases.append({"seed": number, **asdict(run), **found})
-        table.add_row(str(number), title(run), *columns(found))
-        print(number, title(run), *columns(found), sep=" | ", flush=True)
+    for number, run in drawn.items():
+        table.add_row(str(number), title(run), *columns(found[number]))
     _console.print(table)
+    cases = [{"seed": number, **asdict(run), **found[number]} for number, run in drawn.items()]
     report("planned", out, model=model, cases=cases)
 
 
