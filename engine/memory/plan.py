@@ -252,6 +252,8 @@ def read_planned_model(
         target = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     else:
         target = read_device(device)
+    if weights in ENCODERS and target.type != "cpu":
+        raise OptionError(f"weights={weights!r}: products of that kind are for CPUs, and this plan is for {target}")
     if isinstance(model, PreTrainedConfig):
         if tp > 1:
             check_divides(model, tp)
@@ -282,8 +284,6 @@ def _coded_model(
     source: object, config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device, weights: str
 ) -> PreTrainedModel | None:
     """The model without values, with the codes that it would keep of its weights; None where it keeps none."""
-    if weights in ENCODERS and device.type != "cpu":
-        raise OptionError(f"weights={weights!r}: products of that kind are for CPUs, and this plan is for {device}")
     is_from_file = weights == "file" and device.type == "cpu" and isinstance(source, (str, Path))
     file = gguf_file(source) if is_from_file else None
     if file is None and weights not in ENCODERS:
