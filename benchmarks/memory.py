@@ -284,8 +284,8 @@ def table_of(found: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def in_a_process_of_its_own(work: Callable[..., Any], *arguments: Any) -> Any:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+def in_a_process_of_its_own(work: Callable[..., Any], *arguments: Any, start: str = "spawn") -> Any:
+    with ProcessPoolExecutor(1, mp_context=get_context(start)) as pool:
         return pool.submit(work, *arguments).result()
 
 

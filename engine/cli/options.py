@@ -157,7 +157,7 @@ OUTPUT = {
 }
 PLAN = {
     "path": argument(str, "MODEL",
-        "Folder or hub id; only its configuration is read. Default: the small model of the package."),
+        "Folder, hub id or GGUF file; only its configuration is read. Default: the small model of the package."),
     "model": option(str, "PATH", "The same as MODEL, as in the other commands."),
     "prompt_tokens": option(int, "N", "Tokens of a prompt.", default=1024, min=1),
     "max_new_tokens": option(int, "N", "New tokens per row, at most.", "--max-new-tokens", "-n", default=20, min=1),
@@ -171,6 +171,8 @@ PLAN = {
     "dtype": MODEL["dtype"],
     "device": option(str, "NAME", "The device to plan for: cpu, cuda:1, ... It need not be present.", "--device",
         "--device-map"),
+    "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}.", default="file",
+        autocompletion=lambda: list(WEIGHTS_CHOICES)),
     "free_gib": option(float, "GIB", "Free memory of the device; default: what is found.", min=0),
     "prefill_chunk_tokens": option(int, "N", "Tokens of the prompt per step; default: all.", min=1),
     "tp": option(int, "N", "Processes that compute the model together: the plan of one of them.", default=1, min=1),

@@ -160,13 +160,15 @@ def _rounded(weight: torch.Tensor) -> BlockCodes:
 def _fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
     """See `fitted`."""
     groups = _groups(weight)
-    if (operators := kernels()) is not None and weight.device.type == "cpu":
+    operators = kernels() if weight.device.type == "cpu" else None
+    if operators is not None or weight.is_meta:
         filled = functional.pad(groups.flatten(1), (0, 0, 0, -weight.shape[0] % _OUTS)).contiguous()
         blocks = filled.shape[0] // _OUTS, groups.shape[1]
         codes = torch.empty(*blocks, 64 * bits, dtype=torch.uint8, device=weight.device)
         scales = torch.empty(*blocks, 2, _OUTS, dtype=torch.float16, device=weight.device)
         factors = torch.empty(*blocks, 0, _OUTS, dtype=torch.int8, device=weight.device)
-        operators.encode_weights(filled, codes, scales, factors)
+        if operators is not None:
+            operators.encode_weights(filled, codes, scales, factors)
         return BlockCodes(codes, scales, factors, torch.empty(0, device=weight.device))
     pieces = [_fit(piece, 2**bits - 1) for piece in groups.split(max(1, _AT_ONCE // weight.shape[1]))]
     codes, scales = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))

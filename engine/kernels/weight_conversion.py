@@ -29,7 +29,7 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     Layers that quanto or hqq has quantized are replaced too. An output layer that is tied to the embeddings shares its
     codes with them, of 8 bits always; if they do more than look up rows and scale them, it stays as it is. So do
     adapters and layers whose weights a model reads by itself. Raises `OptionError` if there is none to replace, or some
-    have another number of bits.
+    have another number of bits. A model on the meta device gets layers without values, whose bytes can be counted.
     """
     known = [module for module in model.modules() if isinstance(module, LowBitLinear)]
     tied_heads = [module.head for module in model.modules() if isinstance(module, LowBitEmbedding)]
@@ -38,7 +38,7 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
             f"weights={weights!r}, but linear layers of this {type(model).__name__} were converted to another number "
             "of bits already: load it again"
         )
-    if is_dispatched(model) or any(tensor.device.type != "cpu" for tensor in model.parameters()):
+    if is_dispatched(model) or any(tensor.device.type not in ("cpu", "meta") for tensor in model.parameters()):
         raise OptionError(
             f"weights={weights!r}: products of that kind are for CPUs, and {type(model).__name__} is elsewhere"
         )
@@ -105,6 +105,8 @@ def only_scales(table: Any) -> bool:
     """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
     if type(table) is nn.Embedding:
         return True
+    if table.weight.is_meta:  # it cannot be tried
+        return hasattr(table, "embed_scale")
     if (scale := getattr(table, "embed_scale", None)) is None:
         return False
     ids = torch.arange(0, table.num_embeddings, max(1, table.num_embeddings // 8), device="cpu")[None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha256
@@ -25,7 +25,7 @@ from engine.errors import InputError
 from engine.kernels.block_codes import BlockCodes, eight_bits, fitted
 from engine.kernels.low_bit_linears import LowBitLinear
 from engine.kernels.weight_conversion import keep_data_type, linears_of, replace_linear
-from engine.loading.gguf_types import LAYOUTS, blocks_of
+from engine.loading.gguf_types import LAYOUTS, blocks_of, blocks_without_values
 
 _WITHOUT_VALUES = torch.zeros((), device="cpu")  # and memory, for weights whose codes are kept
 _ENCODERS = {bits: partial(fitted, bits=bits) for bits in (4, 5, 6)} | {8: eight_bits}
@@ -77,13 +77,8 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
     """
     with torch.device("meta"):
         empty = auto_class.from_config(config)
-    tensors = gguf_tensors(file, empty) or {}
     layers = _layers(empty)
-    coded = {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name.removesuffix(".weight") in layers and tensor.type_name in LAYOUTS and tensor.order is not None
-    }
+    tensors, coded = _tensors(file, empty, layers)
     if not coded:
         return None
     weights: dict[str, torch.Tensor] = {}
@@ -107,6 +102,33 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
         _put(model, *layers[name.removesuffix(".weight")], blocks)
     keep_data_type(model)
     return model
+
+
+def put_codes_without_values(file: Path, model: PreTrainedModel) -> None:
+    """Let a model on the meta device keep what `load_codes` would, to count its bytes: the file's header is read."""
+    layers = _layers(model)
+    tensors, coded = _tensors(file, model, layers)
+    if not all(tensor.is_whole for tensor in tensors.values()):
+        return
+    codes = {
+        name: blocks_without_values(*model.get_parameter(name).shape, tensor.type_name)
+        for name, tensor in coded.items()
+    }
+    for name, blocks in codes.items():
+        _put(model, *layers[name.removesuffix(".weight")], blocks)
+
+
+def _tensors(
+    file: Path, model: PreTrainedModel, layers: Container[str]
+) -> tuple[dict[str, GgufTensor], dict[str, GgufTensor]]:
+    """By the names of the model's weights: all tensors of a file, and those of `layers` that may stay codes."""
+    tensors = gguf_tensors(file, model) or {}
+    coded = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if name.removesuffix(".weight") in layers and tensor.type_name in LAYOUTS and tensor.order is not None
+    }
+    return tensors, coded
 
 
 def _layers(model: PreTrainedModel) -> dict[str, tuple[str | None, list[str]]]:

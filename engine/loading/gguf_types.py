@@ -57,6 +57,15 @@ def blocks_of(raw: torch.Tensor, type_name: str) -> BlockCodes:
     return pack(codes.flatten(1).unflatten(1, (-1, GROUP)), scales, bits, factors)
 
 
+def blocks_without_values(weight: torch.Tensor, type_name: str) -> BlockCodes:
+    """Of a weight [outs, width], on the meta device: their bytes can be counted."""
+    bits, sizes, _ = LAYOUTS[type_name]
+    outs, width = weight.shape
+    inputs = sizes["lower"] if bits == 8 else 2 * sizes["lower"]  # of a block
+    raw = torch.empty(outs, width // inputs * sum(sizes.values()), dtype=torch.uint8, device="meta")
+    return blocks_of(raw, type_name)
+
+
 def _unpacked_factors(packed: torch.Tensor) -> torch.Tensor:
     """From 12 bytes, pairs of 6 bits for 8 times 32 inputs: the factor of the scale, and that of the least value."""
     scale, least, others = packed.unflatten(-1, (3, 4)).unbind(-2)  # 6 bits of the first four, with 2 of the others

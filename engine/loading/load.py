@@ -142,6 +142,12 @@ def _source(model: str | Path) -> tuple[str, dict[str, object]]:
     return str(Path(source).parent), {"gguf_file": Path(source).name}
 
 
+def gguf_file(model: str | Path) -> Path | None:
+    """The GGUF file that this path or name means; None where it means something else."""
+    folder, options = _source(model)
+    return Path(folder, str(options["gguf_file"])) if options else None
+
+
 def _load_tokenizer(model: str, is_adapter: bool, options: Mapping[str, object]) -> PreTrainedTokenizerBase:
     """Of the folder or hub id; of an adapter without one that of the model to which it belongs."""
     try:

@@ -16,11 +16,14 @@ from caches.platform.accelerate_hooks import prompt_device
 from configs import CacheConfig, EngineConfig
 from configs.cache import NO_CACHE
 from engine.errors import InputError, OptionError
-from engine.loading.load import load, load_config
+from engine.kernels.low_bit_linears import ENCODERS
+from engine.kernels.weight_conversion import convert_linears
+from engine.loading.gguf import put_codes_without_values
+from engine.loading.load import gguf_file, load, load_config
 from engine.loading.placement import read_device, read_dtype
 from engine.memory.dry_run import DryRun
 from engine.memory.free_memory import Free, find_free
-from engine.memory.model_footprint import inspect_model
+from engine.memory.model_footprint import inspect_model, meta_model
 from engine.memory.plan_table import Plan
 from engine.memory.planner import PlannedModel, Planner, choose, lossless
 from engine.model.facts import stored_whys
@@ -45,6 +48,7 @@ def plan(
     device: torch.device | str | None = None,
     free_bytes: int | None = None,
     prefill_chunk_tokens: int | None = None,
+    weights: str = "file",
     tp: int = 1,
 ) -> Plan:
     """What a run will take, and whether that fits. Nothing is generated and no weights are loaded.
@@ -77,6 +81,9 @@ def plan(
         control group and the limits of the process leave.)
     prefill_chunk_tokens : int, optional
         Tokens of the prompt per step. Default: all.
+    weights : str, default "file"
+        As of `EngineConfig`, for a model that is not loaded: "file" counts the codes of a GGUF file, whose header is
+        read; "full", "int8", "int4".
     tp : int, default 1
         Processes that compute the model together (tensor parallel): the plan is that of one of them. For a model that
         is not loaded.
@@ -96,7 +103,8 @@ def plan(
             f"num_return_sequences={num_return_sequences} texts cannot come from num_beams={num_beams}: ask for fewer"
         )
     configs = _configs_to_plan(cache, cache_config)
-    planned = read_planned_model(model, dtype, device, tp)
+    EngineConfig(weights=weights, tp=tp)  # refuses others
+    planned = read_planned_model(model, dtype, device, weights, tp)
     is_encoder_decoder = planned.footprint.is_encoder_decoder
     run_shape = RunShape(
         prompt_tokens=1 if is_encoder_decoder else prompt_tokens,
@@ -230,24 +238,29 @@ def read_planned_model(
     model: PreTrainedModel | PreTrainedConfig | str | Path,
     dtype: torch.dtype | str | None,
     device: torch.device | str | None,
+    weights: str = "file",
     tp: int = 1,
 ) -> PlannedModel:
     """The model that is planned, by default for the device that it would be loaded onto.
 
-    Raises `OptionError` when `dtype` or `device` are given for a loaded model.
+    Raises `OptionError` when how it would be loaded is said of a loaded model, and for few bits off a CPU.
     """
+    source = model
     model = load_config(model) if isinstance(model, (str, Path)) else model
     torch_dtype = None if dtype is None else read_dtype(dtype)
     if device is None:
         target = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     else:
         target = read_device(device)
+    if weights in ENCODERS and target.type != "cpu":
+        raise OptionError(f"weights={weights!r}: products of that kind are for CPUs, and this plan is for {target}")
     if isinstance(model, PreTrainedConfig):
         if tp > 1:
             check_divides(model, tp)
         footprint, configs = inspect_model(model, torch_dtype), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
-        size = weight_bytes(footprint.model, tp)
+        coded = None if tp > 1 else _coded_model(source, model, torch_dtype, target, weights)
+        size = weight_bytes(coded or footprint.model, tp)
         if tp > 1:
             footprint = inspect_model(part_of(model, tp), torch_dtype)
         return PlannedModel(model, footprint, target, size, False, has_end)
@@ -255,13 +268,29 @@ def read_planned_model(
         raise OptionError(f"tp={tp} plans a model that is not loaded: give its path or its configuration")
     model, _ = load(model, None, EngineConfig())
     is_loaded = model.device.type != "meta"
-    if is_loaded and (dtype is not None or device is not None):
+    if is_loaded and (dtype, device, weights) != (None, None, "file"):
         raise OptionError(
-            f"dtype and device say how a model would be loaded, but this one is: in {model.dtype} on {model.device}. "
-            "Leave them out, or give its configuration"
+            f"dtype, device and weights say how a model would be loaded, but this one is: in {model.dtype} on "
+            f"{model.device}. Leave them out, or give its configuration"
         )
     if is_loaded:
         target = prompt_device(model)
     has_end = model.generation_config.eos_token_id is not None
     footprint = inspect_model(config_of_rank(model), torch_dtype or model.dtype, type(model))
     return PlannedModel(model.config, footprint, target, weight_bytes(model), is_loaded, has_end)
+
+
+def _coded_model(
+    source: object, config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device, weights: str
+) -> PreTrainedModel | None:
+    """The model without values, with the codes that it would keep of its weights; None where it keeps none."""
+    is_from_file = weights == "file" and device.type == "cpu" and isinstance(source, (str, Path))
+    file = gguf_file(source) if is_from_file else None
+    if file is None and weights not in ENCODERS:
+        return None
+    model = meta_model(config, dtype)
+    if file is None:
+        convert_linears(model, weights)
+    else:
+        put_codes_without_values(file, model)
+    return model

