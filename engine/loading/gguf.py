@@ -110,10 +110,7 @@ def put_codes_without_values(file: Path, model: PreTrainedModel) -> None:
     tensors, coded = _tensors(file, model, layers)
     if not all(tensor.is_whole for tensor in tensors.values()):
         return
-    codes = {
-        name: blocks_without_values(*model.get_parameter(name).shape, tensor.type_name)
-        for name, tensor in coded.items()
-    }
+    codes = {name: blocks_without_values(model.get_parameter(name), tensor.type_name) for name, tensor in coded.items()}
     for name, blocks in codes.items():
         _put(model, *layers[name.removesuffix(".weight")], blocks)
 
