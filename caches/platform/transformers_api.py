@@ -316,15 +316,14 @@ class GgufTensor:
 
 @contextmanager
 def _known_blocks() -> Iterator[None]:
-    """Let transformers' reader of headers know the sizes of blocks that it lacks: of Q5_0 and Q5_1, and in 5.17 also of
-    Q4_0 and Q4_1."""
+    """Let transformers' reader of headers know the sizes of blocks that its table lacks for so long: of Q5_0 and Q5_1,
+    and in 5.17 also of Q4_0 and Q4_1."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     from transformers.integrations.gguf.dequant import GGML_BLOCK
 
+    types = [GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1")]
     with _READING:
-        added = {type_of_blocks.value: GGML_QUANT_SIZES[type_of_blocks]
-                 for type_of_blocks in map(GGMLQuantizationType.__getitem__, ("Q4_0", "Q4_1", "Q5_0", "Q5_1"))
-                 if type_of_blocks not in GGML_BLOCK}  # fmt: skip
+        added = {int(number): GGML_QUANT_SIZES[number] for number in types if number not in GGML_BLOCK}
         GGML_BLOCK.update(added)
         try:
             yield

@@ -234,6 +234,8 @@ struct ProductOfBits : BlockProduct {
       const uint8_t* codes = codes_of(block, group);
 #pragma GCC unroll 2
       for (int half = 0; half < halves; half++) {
+        const Lanes scale = weights.scale(block, group, half, vector);
+        const Lanes offset = has_least ? offset_of(scale, block, group, vector) : Lanes{};
         Lanes found[some][4] = {};  // by the byte of the code, whose value is 256, 65536 ... times as large
 #pragma GCC unroll 8
         for (int i = 0; i < 8 / halves; i++) {
@@ -248,8 +250,6 @@ struct ProductOfBits : BlockProduct {
               add_product(found[other][byte], weight, input->values(row + other, group)[quad * 4 + byte] + Lanes{});
           }
         }
-        const Lanes scale = weights.scale(block, group, half, vector);
-        const Lanes offset = has_least ? offset_of(scale, block, group, vector) : Lanes{};
         for (int other = 0; other < some; other++) {
           Lanes sum = found[other][0] + found[other][1] * 0x1p-8f + found[other][2] * 0x1p-16f +
                       found[other][3] * (bits == 8 ? 1 : 0x1p-24f);
