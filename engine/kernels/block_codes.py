@@ -130,16 +130,15 @@ def _leveled(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes])
     """Codes of weights whose inputs have equal mean squares, with the scales that this takes.
 
     The range of a group is that of its largest inputs, and the error of the others is as large. Weights that lie on a
-    grid, as those that were decoded before, are found again without scales only.
+    grid, as those that were decoded before, are found again with scales of 1 only.
     """
     scales = weight.float().square().mean(dim=0).sqrt()
     scales = torch.where(scales > 1e-12, scales, 1.0)
+    if not weight.is_meta:  # there only sizes are asked for
+        some = weight[:: max(1, weight.shape[0] // _SAMPLED)].float()
+        if _error(some, encode) < _error(some / scales, encode) / 4:
+            scales = torch.ones_like(scales)
     filled = functional.pad(scales, (0, -weight.shape[1] % GROUP), value=1.0)
-    if weight.is_meta:  # only sizes are asked for
-        return encode(weight)._replace(input_scales=filled)
-    some = weight[:: max(1, weight.shape[0] // _SAMPLED)].float()
-    if _error(some, encode) < _error(some / scales, encode) / 4:
-        return encode(weight.float())
     return encode(weight / scales)._replace(input_scales=filled)
 
 

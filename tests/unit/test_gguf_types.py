@@ -120,7 +120,7 @@ def test_weights_that_are_loaded_into_a_layer_get_codes_of_as_many_bits(type_nam
 def test_codes_of_other_blocks_are_refused():
     if kernels() is None:
         pytest.skip("needs the kernels")
-    codes, scales, factors = blocks_of(raw_of("Q6_K", 16, 512), "Q6_K")
+    codes, scales, factors, _ = blocks_of(raw_of("Q6_K", 16, 512), "Q6_K")
     for wrong, message in [
         ((codes[..., :256].contiguous(), scales, factors), "codes of 4 bits with scales of halves"),
         ((codes[..., :192].contiguous(), scales, factors[:, :, :0]), "scales are of different blocks"),
