@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from caches.platform.torch_api import tree_flatten, tree_unflatten
+from caches.platform.torch_api import COMPILED_MARK, tree_flatten, tree_unflatten
 from engine.compiling.layer_attention import PLAIN, TracedCache
 from engine.errors import OptionError
 from engine.kernels.linear_routes import ROW_LIMITS
@@ -123,7 +123,8 @@ def dynamic_shapes(step: LayerStep) -> list[dict[int, object]]:
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
     """The attributes of a module that compiled code has as constants."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and "idx" not in key}
+    attributes = ((key, value) for key, value in vars(module).items() if key != COMPILED_MARK and "idx" not in key)
+    return {key: value for key, value in attributes if isinstance(value, PLAIN)}
 
 
 def _settings(config: PreTrainedConfig) -> str:

@@ -234,6 +234,13 @@ def test_warmup_without_compiled_layers_says_so():
     assert engine.Generator(tiny_model("llama")).warmup(prompt(2), max_new_tokens=3) == "off"
 
 
+def test_a_layer_that_torch_has_compiled_shares_the_code_of_others():
+    layers = [copy.deepcopy(tiny_model("llama").model.layers[0]) for _ in range(2)]
+    torch.compile(layers[1].mlp.gate_proj)
+    torch.compile(layers[1])
+    assert list(_structure(layers[0])) == list(_structure(layers[1]))
+
+
 def test_settings_of_a_configuration_are_part_of_the_key():
     """Layers read some of them in their forward; what belongs to other parts of the model is shared."""
     layers = [copy.deepcopy(tiny_model("llama").model.layers[0]) for _ in range(3)]
