@@ -1,4 +1,4 @@
-"""Llama models written as GGUF files."""
+"""Llama models written as GGUF files, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ _NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
           "model.layers.": "blk."}  # fmt: skip
 
 
-def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokenizer: dict[str, Any]) -> Path:
+def write_gguf(
+    model: LlamaForCausalLM, path: Path, type_of_blocks: Any = None, tokenizer: dict[str, Any] | None = None
+) -> Path:
     """A file with the matrices of `model` as blocks of a type of the package gguf, and everything else in float32.
 
-    tokenizer: the model of a tokenizer.json, with its vocabulary and merges.
+    type_of_blocks: None for float32. tokenizer: the model of a tokenizer.json, with its vocabulary and merges; None for
+    a file without one, whose tokens go in and come out as ids.
     """
     import gguf
 
-    config = model.config
+    config, float32 = model.config, gguf.GGMLQuantizationType.F32
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -30,13 +33,15 @@ def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokeniz
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
-    writer.add_bos_token_id(config.bos_token_id or 0)
-    writer.add_eos_token_id(config.eos_token_id or 0)
+    writer.add_tokenizer_model("no_vocab" if tokenizer is None else "gpt2")
+    if tokenizer is not None:
+        writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
+        writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+        writer.add_bos_token_id(config.bos_token_id or 0)
+        writer.add_eos_token_id(config.eos_token_id or 0)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -47,8 +52,8 @@ def write_gguf(model: LlamaForCausalLM, path: Path, type_of_blocks: Any, tokeniz
         for theirs, its in _NAMES.items():
             name = name.replace(theirs, its)
         values = weight.float().contiguous().numpy()
-        kind = type_of_blocks if values.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        block_type = type_of_blocks if values.ndim == 2 and type_of_blocks is not None else float32
+        writer.add_tensor(name, gguf.quants.quantize(values, block_type), raw_dtype=block_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
