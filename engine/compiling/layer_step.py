@@ -140,7 +140,8 @@ def _settings(config: PreTrainedConfig) -> str:
 def _structure(layer: nn.Module) -> Iterator[str]:
     """The layer's modules with their attributes, configurations and code, and its tensors without their values."""
     configs = {id(config): config for module in layer.modules() if (config := vars(module).get("config")) is not None}
-    yield from (_settings(config) for config in configs.values() if isinstance(config, PreTrainedConfig))
+    # A module that was copied into the layer brings a copy of its configuration.
+    yield from dict.fromkeys(_settings(config) for config in configs.values() if isinstance(config, PreTrainedConfig))
     for name, module in layer.named_modules():
         module_class = module.__class__
         if not f"{module_class.__module__}.".startswith(_KNOWN):
