@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from chats import PLAIN, THINKING, TOKENS, check_turn, generator_of, history_of
+from covering import graded
 from transformers import GenerationConfig, TextIteratorStreamer
 
 import caches
@@ -262,7 +263,7 @@ def test_random_conversations(tokenizer, tmp_path):
         random_conversation(seed, tokenizer, tmp_path)
 
 
-@pytest.mark.slow
-def test_many_random_conversations(tokenizer, tmp_path):
-    for seed in range(100, 300):
+@pytest.mark.parametrize("seeds", graded((), [range(100, 140)], [range(140, 300)]), ids=len)
+def test_many_random_conversations(seeds, tokenizer, tmp_path):
+    for seed in seeds:
         random_conversation(seed, tokenizer, tmp_path)
