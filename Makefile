@@ -53,7 +53,7 @@ limits: .venv/installed .venv/kernels
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 300
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 60 --cold
 
-# Random histories of live caches, and of caches whose model changes; 500 of each are among the tests.
+# Random histories of live caches, and of caches whose model changes; 500 and 250 are among the tests.
 histories: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/histories.py 10000
 	$(BIN)/python tests/support/changed.py 10000
