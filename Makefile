@@ -36,7 +36,7 @@ test: .venv/installed .venv/kernels
 	$(BIN)/python $(PYTEST)
 
 # What only the full run has: rare architectures, every pair of parameters, more compiled steps, other processes, the
-# terminal, memory that really runs out, 1,000 random failures, 2,000 random calls beside transformers.
+# terminal, memory that really runs out, 300 random failures, 500 random calls beside transformers.
 test-full: .venv/installed .venv/kernels
 	$(BIN)/python $(PYTEST) -m "slow and not product and not cuda"
 
@@ -48,17 +48,17 @@ nightly: .venv/installed .venv/kernels torture limits histories random-calls int
 torture: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/torture.py 20000
 
-# Real limits of memory; 60 of them are among the slow tests.
+# Real limits of memory; 24 of them are among the slow tests.
 limits: .venv/installed .venv/kernels
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 300
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/limits.py 60 --cold
 
-# Random histories of live caches, and of caches whose model changes; 500 of each are among the tests.
+# Random histories of live caches, and of caches whose model changes; 500 and 250 are among the tests.
 histories: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/histories.py 10000
 	$(BIN)/python tests/support/changed.py 10000
 
-# Random calls beside transformers' generate; 200 are among the default tests, 2,000 among the slow ones.
+# Random calls beside transformers' generate; 200 are among the default tests, 500 among the slow ones.
 random-calls: .venv/installed .venv/kernels
 	$(BIN)/python tests/support/random_calls.py 20000 --workers 2
 

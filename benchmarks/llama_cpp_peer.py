@@ -7,60 +7,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import LlamaForCausalLM
 
-_NAMES = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
+from gguf_files import write_gguf
 
-def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
-    """The model's weights in float32, without a vocabulary: tokens go in and come out as ids."""
-    import gguf
-
-    config = model.config
-    head_dim = config.hidden_size // config.num_attention_heads
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    writer.add_tokenizer_model("no_vocab")
-    writer.add_tensor("token_embd.weight", model.model.embed_tokens.weight.detach().numpy())
-    writer.add_tensor("output_norm.weight", model.model.norm.weight.detach().numpy())
-    if not config.tie_word_embeddings:
-        writer.add_tensor("output.weight", model.lm_head.weight.detach().numpy())
-    for layer, block in enumerate(model.model.layers):
-        for name, short in _NAMES.items():
-            weight = block.get_submodule(name).weight.detach()
-            if short in ("attn_q", "attn_k"):  # llama.cpp rotates neighbouring channels, transformers the two halves
-                weight = weight.view(-1, 2, head_dim // 2, config.hidden_size).transpose(1, 2).reshape(weight.shape)
-            writer.add_tensor(f"blk.{layer}.{short}.weight", weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+__all__ = ["LlamaCpp", "cache_bits", "quantize", "write_gguf"]
 
 
 def quantize(path: Path, kind: str, pure: bool = True, out: Path | None = None) -> Path:

@@ -28,6 +28,7 @@ from engine.parameters import generate_parameters, takes
 from engine.request.call import ONE_TOKEN, Call, read, read_call
 from engine.result import Generation
 from engine.reuse.chat import Chat, Instead
+from engine.reuse.chat_cache import ChatCache
 from engine.reuse.conversation import history
 from engine.reuse.prefix import Prefix, read_prefix
 from engine.reuse.prefix_store import PrefixStore
@@ -140,8 +141,9 @@ class Generator:
         """
         if resume is not None and (system, messages, cache, cache_config) != (None, None, None, None):
             raise OptionError("resume= brings the messages and the cache of its file: leave these out")
+        chat_cache = ChatCache(self, cache, cache_config)
+        chat = Chat(self, self._start_turn, history(system, messages), chat_cache, parameters, when_full)
         backend = {"cache": cache, "cache_config": cache_config}
-        chat = Chat(self, self._start_turn, history(system, messages), backend, parameters, when_full)
         self._builder.check(backend | parameters | {"num_return_sequences": 1})
         if resume is not None:
             chat.resume(resume)

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from caches.attention.dispatch import segmented_attention
 from caches.attention.segments import CacheRows, group_rows, ungroup_rows
 from caches.platform.torch_api import DisableTorchFunctionSubclass, make_wrapper_subclass, tree_map
+
+Arguments: TypeAlias = tuple[Any, ...]
+NamedArguments: TypeAlias = dict[str, Any]
+Size: TypeAlias = "int | tuple[int, ...] | list[int]"
+"""Sizes of a shape: torch's methods take them one by one, or together."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,9 @@ class KeyValueView(torch.Tensor):
         return KeyValueView(self.caches, self, replace(self.form, **changes), self.is_visible)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., object], types: object, args: Arguments = (), kwargs: NamedArguments | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func in _METADATA:
             with DisableTorchFunctionSubclass():
@@ -121,7 +128,9 @@ class KeyValueView(torch.Tensor):
         return func(*tree_map(_materialized, args), **tree_map(_materialized, kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., object], types: object, args: Arguments = (), kwargs: NamedArguments | None = None
+    ) -> object:
         return func(*tree_map(_materialized, args), **tree_map(_materialized, kwargs or {}))
 
 
@@ -137,14 +146,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.materialize() if isinstance(tensor, KeyValueView) else tensor
 
 
-def _materialized(value: Any) -> Any:
+def _materialized(value: object) -> object:
     return value.materialize_for_model() if isinstance(value, KeyValueView) else value
 
 
 # Operations that work in segments. Each returns None for arguments that need an ordinary tensor.
 
 
-def _index(view: KeyValueView, index: Any) -> KeyValueView | None:
+def _index(view: KeyValueView, index: object) -> KeyValueView | None:
     """`[:, :, None]`: the first step of transformers' `repeat_kv`."""
     if not isinstance(index, tuple) or not 3 <= len(index) <= 5 or index[2] is not None or view.form != _PLAIN:
         return None
@@ -152,25 +161,25 @@ def _index(view: KeyValueView, index: Any) -> KeyValueView | None:
     return view._as(spread=True) if all(isinstance(item, slice) and item == slice(None) for item in items) else None
 
 
-def _expand(view: KeyValueView, *sizes: Any) -> KeyValueView | None:
-    sizes = _flat(sizes)
+def _expand(view: KeyValueView, *sizes: Size) -> KeyValueView | None:
+    flat_sizes = _flat(sizes)
     rows, heads, slots, width = view.base
-    if view.form != _View(spread=True) or len(sizes) != 5:
+    if view.form != _View(spread=True) or len(flat_sizes) != 5:
         return None
-    expected = (rows, heads, sizes[2], slots, width)
-    if any(size not in (-1, target) for size, target in zip(sizes, expected, strict=True)) or sizes[2] < 1:
+    expected = (rows, heads, flat_sizes[2], slots, width)
+    if any(size not in (-1, target) for size, target in zip(flat_sizes, expected, strict=True)) or flat_sizes[2] < 1:
         return None
-    return view._as(repeats=sizes[2])
+    return view._as(repeats=flat_sizes[2])
 
 
-def _reshape(view: KeyValueView, *sizes: Any, shape: Any = None) -> KeyValueView | None:
+def _reshape(view: KeyValueView, *sizes: Size, shape: Sequence[int] | None = None) -> KeyValueView | None:
     """The last step of `repeat_kv`: the repeats join the heads."""
-    sizes = _flat(sizes) if shape is None else tuple(shape)
+    new_shape = _flat(sizes) if shape is None else tuple(shape)
     joined = replace(view.form, spread=False)
-    return view._as(spread=False) if view.form.spread and sizes == joined.shape_of(view.base) else None
+    return view._as(spread=False) if view.form.spread and new_shape == joined.shape_of(view.base) else None
 
 
-def _repeat(view: KeyValueView, repeats: Any, dim: int | None = None, **kwargs: Any) -> KeyValueView | None:
+def _repeat(view: KeyValueView, repeats: object, dim: int | None = None, **kwargs: object) -> KeyValueView | None:
     if kwargs or not isinstance(repeats, int) or dim not in (1, -3) or view.form.spread or repeats < 1:
         return None
     return view._as(repeats=view.form.repeats * repeats)
@@ -182,20 +191,20 @@ def _transpose(view: KeyValueView, dim0: int = -2, dim1: int = -1) -> KeyValueVi
     return view._as(transposed=not view.form.transposed)
 
 
-def _contiguous(view: KeyValueView, **kwargs: Any) -> KeyValueView | None:
+def _contiguous(view: KeyValueView, **kwargs: object) -> KeyValueView | None:
     return None if kwargs else view
 
 
-def _to(view: KeyValueView, *args: Any, **kwargs: Any) -> KeyValueView | None:
+def _to(view: KeyValueView, *args: object, **kwargs: object) -> KeyValueView | None:
     """`to` with the data type and the device that the view has."""
     if not kwargs.keys() <= {"dtype", "device"}:
         return None
-    current: tuple[Any, ...] = (view.dtype, view.device, str(view.device), None)
+    current: tuple[object, ...] = (view.dtype, view.device, str(view.device), None)
     args = (*args, *kwargs.values())
     return view if all(not isinstance(arg, torch.Tensor) and arg in current for arg in args) else None
 
 
-def _product(lhs: Any, view: Any) -> torch.Tensor | None:
+def _product(lhs: torch.Tensor, view: torch.Tensor) -> torch.Tensor | None:
     """Queries times transposed keys, or attention weights times values."""
     if not isinstance(view, KeyValueView) or isinstance(lhs, KeyValueView) or view.form.spread or lhs.ndim != 4:
         return None
@@ -230,8 +239,8 @@ def _attention(
     return segmented_attention(query, keys, values, attn_mask, scale)
 
 
-def _flat(sizes: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+def _flat(sizes: Sequence[Size]) -> tuple[int, ...]:
+    return tuple(size for item in sizes for size in (item if isinstance(item, tuple | list) else [item]))
 
 
 # Functions of a tensor that read its shape and the like, but no element.
@@ -241,7 +250,7 @@ _METADATA = {
     torch.Tensor.is_floating_point,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
 }
-_IN_SEGMENTS: dict[Any, Callable[..., Any]] = {
+_IN_SEGMENTS: dict[object, Callable[..., torch.Tensor | None]] = {
     torch.Tensor.__getitem__: _index,
     torch.Tensor.expand: _expand,
     torch.Tensor.reshape: _reshape,

@@ -21,12 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
-    "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "TreeSpec", "always_writable", "buffers_of",
-    "compile_package", "compiled_graphs", "discard_compiled", "graph_errors", "has_onednn", "hooks_of",
-    "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code",
-    "onednn_linear", "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks",
-    "storage_key", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "write_count",
+    "COMPILED_MARK", "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "TreeSpec",
+    "always_writable", "buffers_of", "compile_package", "compiled_graphs", "discard_compiled", "graph_errors",
+    "has_onednn", "hooks_of", "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code",
+    "onednn_linear", "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks", "storage_key",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "write_count",
 ]  # fmt: skip
+
+COMPILED_MARK = "_is_torch_compile"
+"""The attribute that `torch.compile` leaves on a module that it has wrapped; nothing that is computed reads it."""
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
 """A context in which functions take subclasses of `torch.Tensor` as they are: no `__torch_function__` is called."""

@@ -12,11 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import library, nn
 from transformers import AttentionInterface
+from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
@@ -25,11 +26,13 @@ from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
 from engine.kernels.attention_hook import is_plain
 
+T = TypeVar("T")
+
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query [rows, heads, tokens, width], key and value [rows, kv_heads, tokens, width] of the new tokens to what
 attention finds, [rows, tokens, heads, width]."""
 
-Function: TypeAlias = Callable[..., tuple[torch.Tensor, Any]]
+Function: TypeAlias = Callable[..., tuple[torch.Tensor, object]]
 """An attention function of transformers: of a module, query, keys, values, mask and options."""
 
 PLAIN = (bool, int, float, str, type(None))  # the types of arguments that compiled code has as constants
@@ -46,7 +49,7 @@ class LayerAttention(NamedTuple):
     is_plain: bool = False
 
     def compute(
-        self, handle: Any, mask: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self, handle: TransformersCache, mask: object, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """See `Compute`. handle: the model's argument for the cache, which is updated. mask: of all that it holds."""
         # A cache may keep the tensors that it is given, and compiled code writes other values there afterwards.
@@ -54,7 +57,9 @@ class LayerAttention(NamedTuple):
         return self.function(self.module, query, keys, values, mask, **self.options)[0]
 
 
-def attentions_of(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> Sequence[Compute | None]:
+def attentions_of(
+    layers: Sequence[LayerAttention], handle: TransformersCache, mask: object
+) -> Sequence[Compute | None]:
     """Those of layers that are computed next in this thread, in this order, until `close_layers`; None for what the
     operator computes itself. handle, mask: see `compute`; all layers take the same mask."""
     if _are_opened(layers, handle, mask):
@@ -63,9 +68,11 @@ def attentions_of(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> S
     return [partial(layer.compute, handle, mask) for layer in layers]
 
 
-def _are_opened(layers: Sequence[LayerAttention], handle: Any, mask: Any) -> bool:
+def _are_opened(layers: Sequence[LayerAttention], handle: TransformersCache, mask: object) -> bool:
     """Open them, in a step of one token per row, unless the cache or attention need more."""
     if not (isinstance(handle, (Cache, JoinedCaches)) and all(layer.is_plain for layer in layers)):
+        return False
+    if not (mask is None or isinstance(mask, torch.Tensor)):
         return False
     slots = []
     for layer in layers:
@@ -82,7 +89,7 @@ class AttentionCall(NamedTuple):
     """A layer's call of attention. inputs: query, key and value. found: the result."""
 
     attention: LayerAttention
-    mask: Any
+    mask: object
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     found: torch.Tensor
 
@@ -94,14 +101,14 @@ class OpenCache:
     calls: those attentions. is_used_otherwise: whether the layer calls anything else of the cache, or of attention.
     """
 
-    def __init__(self, handle: Any, number: int):
+    def __init__(self, handle: TransformersCache, number: int):
         self._handle, self._number = handle, number
         self._new: tuple[torch.Tensor, torch.Tensor] | None = None
         self.calls: list[AttentionCall] = []
         self.is_used_otherwise = False
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, number: int, *arguments: Any
+        self, key: torch.Tensor, value: torch.Tensor, number: int, *arguments: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As of transformers' caches."""
         if self._new is not None or number != self._number or any(argument is not None for argument in arguments):
@@ -109,11 +116,11 @@ class OpenCache:
         self._new = key, value
         return key, value
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         self.is_used_otherwise = True
         return getattr(self._handle, name)
 
-    def watch(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def watch(self, forward: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
         """Call a layer's forward with arguments that have this object. Raises `OptionError` where it cannot follow."""
         with _attention_by(self._attend):
             try:
@@ -126,20 +133,28 @@ class OpenCache:
             raise _unknown_attention()
         return result
 
-    def _attend(self, function: Function, module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, Any]:
-        query, key, value, mask = inputs
+    def _attend(
+        self,
+        function: Function,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: object,
+        **options: object,
+    ) -> tuple[torch.Tensor, object]:
         if self._new is None or key is not self._new[0] or value is not self._new[1]:
             self.is_used_otherwise = True
-            return function(module, *inputs, **options)
+            return function(module, query, key, value, attention_mask, **options)
         self._new = None
         attention = LayerAttention(self._number, function, module, options)
-        output = attention.compute(self._handle, mask, query, key, value)
+        output = attention.compute(self._handle, attention_mask, query, key, value)
         # A layer passes on arguments that the function does not read, tensors of one step among them.
         tensor_options = {name for name, option in options.items() if not isinstance(option, PLAIN)}
         self.is_used_otherwise |= any(_reads(function, name) for name in tensor_options)
         read_options = {name: option for name, option in options.items() if name not in tensor_options}
         attention = attention._replace(options=read_options, is_plain=is_plain(function, read_options))
-        self.calls.append(AttentionCall(attention, mask, (query, key, value), output))
+        self.calls.append(AttentionCall(attention, attention_mask, (query, key, value), output))
         return output, None
 
 
@@ -156,30 +171,30 @@ def _reads(function: Function, option: str) -> bool:
 class TracedCache:
     """A cache while a layer is traced: `update` returns what it is given. The operator takes the place of attention."""
 
-    def update(self, key: torch.Tensor, value: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key: torch.Tensor, value: torch.Tensor, *arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
         return key, value
 
-    def trace(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def trace(self, forward: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
         """Call a layer's forward with arguments that have this object."""
         with _attention_by(_traced):
             return forward(*args, **kwargs)
 
 
-def _traced(function: Function, module: nn.Module, *inputs: Any, **options: Any) -> tuple[torch.Tensor, None]:
+def _traced(function: Function, module: nn.Module, *inputs: object, **options: object) -> tuple[torch.Tensor, None]:
     return KERNELS.or_error().layer_attention(*inputs[:3]), None
 
 
 class _Watched(threading.local):
-    attend: Callable[..., tuple[torch.Tensor, Any]] | None = None
+    attend: Function | None = None
 
 
 _watched = _Watched()
-_watches: list[Any] = []  # of all threads
+_watches: list[Function] = []  # of all threads
 _lock = threading.Lock()
 
 
 @contextmanager
-def _attention_by(attend: Callable[..., tuple[torch.Tensor, Any]]) -> Iterator[None]:
+def _attention_by(attend: Function) -> Iterator[None]:
     """In this thread `attend` takes the place of attention: it is given the function, then its arguments.
 
     Meanwhile the method by which models find their function is another one, in all threads.
@@ -213,7 +228,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def run(code: Callable[[list[torch.Tensor]], Any], inputs: list[torch.Tensor], compute: Compute | None) -> Any:
+def run(code: Callable[[list[torch.Tensor]], T], inputs: list[torch.Tensor], compute: Compute | None) -> T:
     """`code(inputs)`, compiled code whose attention is `compute`; None where its layer is open. Raises what that
     raises."""
     _running.compute, _running.error = compute, None

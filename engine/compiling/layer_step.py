@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from caches.platform.torch_api import tree_flatten, tree_unflatten
+from caches.platform.torch_api import COMPILED_MARK, tree_flatten, tree_unflatten
 from engine.compiling.layer_attention import PLAIN, TracedCache
 from engine.errors import OptionError
 from engine.kernels.linear_routes import ROW_LIMITS
@@ -123,7 +123,8 @@ def dynamic_shapes(step: LayerStep) -> list[dict[int, object]]:
 
 def plain_attributes(module: nn.Module) -> dict[str, object]:
     """The attributes of a module that compiled code has as constants."""
-    return {key: value for key, value in vars(module).items() if isinstance(value, PLAIN) and "idx" not in key}
+    attributes = ((key, value) for key, value in vars(module).items() if key != COMPILED_MARK and "idx" not in key)
+    return {key: value for key, value in attributes if isinstance(value, PLAIN)}
 
 
 def _settings(config: PreTrainedConfig) -> str:
@@ -139,7 +140,8 @@ def _settings(config: PreTrainedConfig) -> str:
 def _structure(layer: nn.Module) -> Iterator[str]:
     """The layer's modules with their attributes, configurations and code, and its tensors without their values."""
     configs = {id(config): config for module in layer.modules() if (config := vars(module).get("config")) is not None}
-    yield from (_settings(config) for config in configs.values() if isinstance(config, PreTrainedConfig))
+    # A module that was copied into the layer brings a copy of its configuration.
+    yield from dict.fromkeys(_settings(config) for config in configs.values() if isinstance(config, PreTrainedConfig))
     for name, module in layer.named_modules():
         module_class = module.__class__
         if not f"{module_class.__module__}.".startswith(_KNOWN):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,9 @@ def load_processor(model: str | Path, trust_remote_code: bool) -> Any:
     """The processor of the model at a local path or a hub id. Raises `InputError` where it takes no images."""
     if find_spec("PIL") is None:
         raise InputError("images are read with the package Pillow, which is not installed: pip install pillow")
-    try:
-        processor = AutoProcessor.from_pretrained(locate(model), trust_remote_code=trust_remote_code)
-    except InputError:
-        raise
-    except Exception as error:  # of whatever package an image processor needs
-        if is_out_of_memory(error):
-            raise
-        raise InputError(f"{str(model)!r} has no processor of images that can be loaded: {in_words(error)}") from error
+    path = locate(model)
+    with _errors_of_processors(f"{str(model)!r} has no processor of images that can be loaded"):
+        processor = AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not hasattr(processor, "image_processor"):
         raise InputError(f"{str(model)!r} takes no images: leave them out, or choose a model that does")
     return processor
@@ -43,7 +39,7 @@ def read_prompt(
     that of the last one. dtype: of the pixels. Raises `InputError`.
     """
     images = [_read(path) for path in paths]
-    try:
+    with _errors_of_processors("the model's processor refuses this prompt with images"):
         if isinstance(prompt, str):
             inputs = processor(text=prompt, images=images, return_tensors="pt")
         else:
@@ -56,10 +52,6 @@ def read_prompt(
                 return_dict=True,
                 return_tensors="pt",
             )
-    except Exception as error:  # processors raise what they like
-        if is_out_of_memory(error):
-            raise
-        raise InputError(f"the model's processor refuses this prompt with images: {in_words(error)}") from error
     inputs = {
         name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
@@ -67,6 +59,18 @@ def read_prompt(
     encoded = EncodedPrompt(inputs.pop("input_ids"), is_chat=not isinstance(prompt, str))
     encoded.update(inputs)
     return encoded
+
+
+@contextmanager
+def _errors_of_processors(message: str) -> Iterator[None]:
+    """Turn errors into an `InputError` that begins with `message`: processors, and the packages that they need, raise
+    what they like."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InputError(f"{message}: {in_words(error)}") from error
 
 
 def _read(path: Path) -> Any:

@@ -5,11 +5,15 @@ tokenized again, as that may give other tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from engine.chat_template import CLOSED, DEFAULTS, TemplateOptions, ids_of, special_tokens, written
 from engine.errors import InputError
+from engine.reuse.token_index import common
 
 Message = dict[str, Any]
 _CONTEXT = 8  # tokens that a decoder is shown before others, so that it does not take them for the beginning of a text
@@ -46,6 +50,47 @@ class Conversation:
     @property
     def has_template(self) -> bool:
         return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What a file keeps of it."""
+        segments = [[segment.text, list(segment.ids)] for segment in self.segments]
+        return {"messages": list(self.messages), "segments": segments, "begun": list(self.begun.items())}
+
+    @classmethod
+    def of_notes(cls, tokenizer: Any, notes: Mapping[str, Any]) -> Conversation | None:
+        """The one that a file has kept; None if these are notes of something else."""
+        if not {"messages", "segments"} <= notes.keys():
+            return None
+        segments = tuple(TemplateText(text, tuple(ids)) for text, ids in notes["segments"])
+        return cls(tokenizer, tuple(notes["messages"]), segments, dict(notes.get("begun") or ()))
+
+    def before_last_answer(self) -> tuple[Message, ...]:
+        """The messages without the last answer, or without what it added to a message. Raises `InputError`."""
+        if not self.messages or self.messages[-1]["role"] != "assistant":
+            raise InputError("there is no answer to try again: send a message")
+        *earlier, answer = self.messages
+        number = len(earlier)
+        return (*earlier, answer | {"content": self.begun[number]}) if number in self.begun else tuple(earlier)
+
+    def before_last_question(self) -> tuple[Message, ...]:
+        """The messages before the last one of the user. Raises `InputError`."""
+        asked = [number for number, message in enumerate(self.messages) if message["role"] == "user"]
+        if not asked:
+            raise InputError("there is no message to take back: send one")
+        return self.messages[: asked[-1]]
+
+    def ends(self, messages: Sequence[Message], ids: torch.Tensor) -> set[int]:
+        """How many of the ids [tokens] are read up to the end of the system message, and of the last message."""
+        system_messages = messages[: int(messages[0]["role"] == "system")]
+        return {self._end_of(system_messages, ids), self._end_of(messages, ids)}
+
+    def _end_of(self, messages: Sequence[Message], ids: torch.Tensor) -> int:
+        """How many of the ids [tokens] are those of the messages, which come first; not all of them."""
+        prefix: list[int] = []
+        with suppress(Exception):  # a template may refuse them without those that follow
+            prefix = flat(self.ids(messages)) if messages else []
+        return min(common(prefix, ids.tolist()), len(ids) - 1)
 
     def ids(self, messages: Sequence[Message], options: TemplateOptions = CLOSED) -> tuple[TemplateText, ...]:
         """The segments of these messages: those known already as long as the text begins with them, then the rest."""

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from engine.errors import EngineError, OptionError
+from engine.errors import EngineError, InputError, OptionError
 from engine.prompt import EncodedPrompt
-from engine.reuse.conversation import Message, TemplateText
+from engine.request.inputs.checks import PositionsError
+from engine.reuse.conversation import Conversation, Message, TemplateText
 
 # Called with the error that refuses a turn: the inputs and arguments of another call to try, or None.
 Instead = Callable[[EngineError], tuple[EncodedPrompt, dict[str, Any]] | None]
 WHEN_FULL = ("stop", "drop")
+_PLAIN_STOP = "\nUser:"  # where there is no template, a model goes on with the next question
 
 
 @dataclass
@@ -34,7 +38,22 @@ class Turn:
     left_out: int = 0
     starts_anew: bool = False
 
-    def leave_out(self, count: int) -> None:
+    def leave_out_oldest(self, conversation: Conversation, error: PositionsError, when_full: str) -> None:
+        """Leave out as many messages as the others need room, where the model's length is reached.
+
+        Raises `InputError` where none can be left out, and with `when_full="stop"`.
+        """
+        reason, _, _ = str(error).partition(":")
+        count = conversation.how_many_to_leave_out(self.messages, error.room)
+        if not count:
+            raise InputError(
+                f"{reason}: send a shorter message, or ask for a shorter answer (max_new_tokens)"
+            ) from error
+        if when_full == "stop":
+            raise InputError(
+                f"the conversation has reached the model's length ({reason}): take turns back with undo() or clear(), "
+                "ask for a shorter answer (max_new_tokens), or leave out the oldest turns with when_full='drop'"
+            ) from error
         first = int(self.messages[0]["role"] == "system")
         self.messages = (*self.messages[:first], *self.messages[first + count :])
         self.left_out += count
@@ -46,6 +65,17 @@ def checked(parameters: dict[str, Any]) -> dict[str, Any]:
         if name in parameters:
             raise OptionError(f"{name} cannot apply to a chat, {reason}")
     return parameters
+
+
+def with_plain_stop(parameters: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+    """The parameters of a turn without a chat template: the next question ends its answer, as do the strings of the
+    parameters, else of their generation config, else of the model's."""
+    config = parameters.get("generation_config")
+    config = config.get if isinstance(config, dict) else partial(getattr, config)
+    sources = (parameters.get("stop_strings"), config("stop_strings", None),
+               getattr(model.generation_config, "stop_strings", None))  # fmt: skip
+    strings = next((strings for strings in sources if strings is not None), ())
+    return parameters | {"stop_strings": [_PLAIN_STOP, *([strings] if isinstance(strings, str) else strings)]}
 
 
 _REFUSED = {

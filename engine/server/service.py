@@ -15,6 +15,7 @@ import torch
 
 from caches import CacheError
 from caches.platform.out_of_memory import is_out_of_memory
+from caches.platform.undo import on_failure
 from configs import ConfigError
 from engine.errors import (
     EngineError,
@@ -189,22 +190,20 @@ class Service:
         self._check_encoder(body)
         self._check_room(needed)  # before the prompts are read, which takes a while, and after
         try:
-            prompts, arguments_of_all = await self._reading(body)
-            self._check_size(body, prompts, arguments_of_all)
-            self._check_room(needed)
-            for ids, arguments in zip(prompts, arguments_of_all, strict=True):
-                text = _Text(ids, self.metrics.clock())
-                job.texts.append(text)
-                if scores and len(ids) > 1:
-                    counted = len(ids) if body.max_tokens == 0 else 0  # else with the run that generates
-                    text.scored = self._submitted(ids[:1], is_chat, _scoring(ids, arguments), counted)
-                if body.max_tokens != 0:
-                    text.request = self._submitted(ids, is_chat, arguments, len(ids))
-        except BaseException as failed:
-            job.cancel()
-            if isinstance(failed, EngineError):
-                raise refusal(failed) from None
-            raise
+            with on_failure(job.cancel):
+                prompts, arguments_of_all = await self._reading(body)
+                self._check_size(body, prompts, arguments_of_all)
+                self._check_room(needed)
+                for ids, arguments in zip(prompts, arguments_of_all, strict=True):
+                    text = _Text(ids, self.metrics.clock())
+                    job.texts.append(text)
+                    if scores and len(ids) > 1:
+                        counted = len(ids) if body.max_tokens == 0 else 0  # else with the run that generates
+                        text.scored = self._submitted(ids[:1], is_chat, _scoring(ids, arguments), counted)
+                    if body.max_tokens != 0:
+                        text.request = self._submitted(ids, is_chat, arguments, len(ids))
+        except EngineError as failed:
+            raise refusal(failed) from None
         return job
 
     def _check_encoder(self, body: ChatRequest | CompletionRequest) -> None:

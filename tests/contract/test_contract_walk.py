@@ -7,7 +7,7 @@ from walk import walk
 pytestmark = pytest.mark.covering("values", "pairs")
 
 
-@pytest.mark.parametrize("operations", [30, pytest.param(90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("operations", [30, pytest.param(90, marks=pytest.mark.product)])
 @each_cell
 def test_any_sequence_of_operations(trial, rows, backend, kind, operations):
     done = []

@@ -30,7 +30,7 @@ def output_of(script: str, *arguments: str, **environment: str) -> str:
 # Limits drawn at random; `make limits` has 300 of them.
 
 FEW = (23,)  # that end soon
-BATCHES = [range(begin, begin + 12) for begin in range(0, 60, 12)]
+BATCHES = [range(begin, begin + 12) for begin in range(0, 24, 12)]
 
 
 @only_linux

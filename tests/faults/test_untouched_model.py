@@ -125,9 +125,9 @@ def test_modules_are_as_they_were_after_two_ctrl_c():
     assert interrupted_twice(tries=10, seed=0)["tries"] == 10
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # `make interrupts` goes on to 1,000
 def test_modules_are_as_they_were_after_many_ctrl_c():
-    assert interrupted_twice(tries=150, seed=1)["tries"] == 150
+    assert interrupted_twice(tries=50, seed=1)["tries"] == 50
 
 
 @pytest.mark.parametrize("name", ["dynamic", "static", "quantized"])
@@ -227,7 +227,7 @@ def test_a_cache_that_was_made_inside_of_a_step_can_be_continued():
                                  torch.fx.symbolic_trace,
                                  lambda layer: pickle.loads(pickle.dumps(layer.forward))])  # fmt: skip
 def test_other_users_of_linear_layers_see_no_difference(use):
-    model = tiny_model("llama")
+    model = copy.deepcopy(tiny_model("llama"))  # torch.compile sets an attribute of the layer
     generator = engine.Generator(model, config=ROUTED)
     generator.generate(prompt(), max_new_tokens=2)
     layer, plain, rows = model.model.layers[0].mlp.gate_proj, nn.Linear(32, 64, bias=False), torch.randn(3, 32)

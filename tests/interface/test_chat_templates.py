@@ -8,6 +8,7 @@ import pytest
 import torch
 from architectures import randomised
 from chat_templates import KINDS, WITHOUT_SYSTEM, WITHOUT_TOOLS, closing, of_pieces, tokenizer_of
+from covering import graded
 from transformers import TextStreamer
 
 import engine
@@ -148,7 +149,7 @@ def random_chat(draw, kind):
     return system, [draw.choice(words) for _ in range(3)], [draw.choice(words).strip() for _ in range(3)]
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", graded(range(2), range(2, 8), range(8, 40)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_chats(kind, seed):
     """A turn reads what is new, and its prompt is what the template writes of all messages."""
@@ -406,7 +407,7 @@ def test_control_tokens_in_a_text_are_text():
     assert read_by(tokenizer, attack) == plain
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+@pytest.mark.parametrize("seed", graded(range(2), range(2, 8), range(8, 40)))
 @pytest.mark.parametrize("kind", [*KINDS, "pieces"])
 def test_random_texts_spell_no_control_token(kind, seed):
     draw = Random(seed)

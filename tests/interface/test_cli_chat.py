@@ -147,6 +147,7 @@ PASTED = "\x1b[200~def f(x):\r/exit\r    return\x1b[201~"
 WITHOUT_READLINE = "import sys; sys.modules['readline'] = None; from engine.cli import main; main(sys.argv[1:])"
 
 
+@pytest.mark.slow  # a process for each; `test_in_a_terminal` has one by default
 @pytest.mark.skipif(os.name != "posix", reason="terminals")
 @pytest.mark.parametrize("program", [["-m", "engine"], ["-c", WITHOUT_READLINE]], ids=["readline", "without"])
 def test_a_pasted_text_is_one_message(tmp_path, program):

@@ -21,6 +21,7 @@ from architectures import (
     tiny_model,
 )
 from arrivals import BACKENDS, STRATEGIES, run
+from covering import graded
 from injection import failing_at_random
 
 import caches
@@ -218,7 +219,7 @@ def test_a_trial_of_a_joined_step_without_memory_is_made_again(monkeypatch, tmp_
     assert len(trials) == 3
 
 
-@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 80), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("seeds", graded([range(8)], [range(8, 26)], [range(26, 80)]), ids=len)
 def test_random_histories(seeds):
     """Prompts arrive, are cancelled and fail, and memory is out in any layer: every request ends with its own text."""
     happened = run(seeds)

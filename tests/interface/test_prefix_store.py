@@ -15,6 +15,7 @@ import pytest
 import reused
 import torch
 from architectures import ids_of, tiny_model
+from covering import graded
 from fallbacks import OutAt
 from safetensors import SafetensorError
 
@@ -41,7 +42,7 @@ def stored(generator):
     return [entry for index in generator._store._kinds.values() for entry in index]
 
 
-@pytest.mark.parametrize("first", [0, 20, *(pytest.param(one, marks=pytest.mark.slow) for one in range(40, 260, 20))])
+@pytest.mark.parametrize("first", graded((0, 20), (40, 60, 80), range(100, 260, 20)))
 def test_random_histories_are_as_without(first):
     assert reused.run(range(first, first + 20))["cached tokens"] > 0
 

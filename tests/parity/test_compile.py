@@ -216,7 +216,7 @@ def test_a_model_that_turns_out_not_to_be_one_graph_can_go_on_without(graphs):
     [
         *(name for name in ARCHITECTURES if name not in ABOVE),
         *(
-            pytest.param(name, marks=pytest.mark.product if number % 4 else ())
+            pytest.param(name, marks=pytest.mark.product if number % 8 else ())
             for number, name in enumerate([*MORE, *RARE_ARCHITECTURES])
             if name not in ABOVE
         ),

@@ -42,6 +42,7 @@ def test_the_same_text_for_other_lengths_rows_and_weights(name):
     assert torch.equal(generator.generate(prompt(2), **GREEDY).sequences, reference(model, prompt(2)))
 
 
+@pytest.mark.usefixtures("builds_nothing")
 def test_other_strategies(llama):
     generator = engine.Generator(llama, config=AUTO)
     for arguments in ({"num_beams": 3}, {"num_beams": 2, "length_penalty": 0.5}, {"prompt_lookup_num_tokens": 3}):

@@ -5,7 +5,7 @@ from histories import MODELS, pairs, play
 
 import caches
 
-FEW, CELLS, HISTORIES = 4, 10, 50
+FEW, CELLS, HISTORIES = 2, 10, 50
 
 
 @pytest.mark.parametrize(

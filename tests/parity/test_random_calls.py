@@ -8,7 +8,7 @@ from random_outcomes import outcome, run
 
 import caches
 
-CALLS, MORE, CHUNK = 200, 2000, 250
+CALLS, MORE, CHUNK = 200, 500, 250  # `make random-calls` goes on to 20,000
 NAMES = ["DynamicCache", "GenerationConfig", "LogitsProcessorList", "StoppingCriteriaList", "WatermarkingConfig"]
 FLOOR = 0.4  # of the calls of every model are compared, at least
 

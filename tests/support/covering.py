@@ -12,6 +12,12 @@ from typing import Any, Literal
 import pytest
 
 
+def graded(default: Iterable[Any], slow: Iterable[Any], nightly: Iterable[Any] = ()) -> list[Any]:
+    """Values of one parameter: the first for the default run, more for the full one, the rest for the nightly one."""
+    marked = ((pytest.mark.slow, slow), (pytest.mark.product, nightly))
+    return [*default, *(pytest.param(value, marks=mark) for mark, values in marked for value in values)]
+
+
 def pairwise(**factors: Sequence[Any]) -> list[dict[str, Any]]:
     """Few cases in which every two values of different factors meet."""
     sides = [(name, value) for name, values in factors.items() for value in values]

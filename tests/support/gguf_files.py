@@ -1,4 +1,4 @@
-"""Llama models written as GGUF files, and random blocks of their types."""
+"""Llama models written as GGUF files, for tests and benchmarks, and random blocks of their types."""
 
 from __future__ import annotations
 
@@ -33,16 +33,20 @@ def random_blocks(type_of_blocks: Any, outs: int, width: int) -> torch.Tensor:
 
 
 def write_gguf(
-    model: LlamaForCausalLM, path: Path, type_of_blocks: Any | Callable[[str], Any], tokenizer: dict[str, Any]
+    model: LlamaForCausalLM,
+    path: Path,
+    type_of_blocks: Any | Callable[[str], Any] = None,
+    tokenizer: dict[str, Any] | None = None,
 ) -> Path:
     """A file with the matrices of `model` as blocks of a type of the package gguf, and everything else in float32.
 
-    type_of_blocks: may depend on the name in the file. Blocks of types that the package cannot write are random.
-    tokenizer: the model of a tokenizer.json, with its vocabulary and merges.
+    type_of_blocks: may depend on the name in the file; None for float32. Blocks of types that the package cannot write
+    are random. tokenizer: the model of a tokenizer.json, with its vocabulary and merges; None for a file without one,
+    whose tokens go in and come out as ids.
     """
     import gguf
 
-    config = model.config
+    config, float32 = model.config, gguf.GGMLQuantizationType.F32
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -51,13 +55,15 @@ def write_gguf(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
-    writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
-    writer.add_bos_token_id(config.bos_token_id or 0)
-    writer.add_eos_token_id(config.eos_token_id or 0)
+    writer.add_tokenizer_model("no_vocab" if tokenizer is None else "gpt2")
+    if tokenizer is not None:
+        writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
+        writer.add_token_merges([" ".join(merge) for merge in tokenizer["merges"]])
+        writer.add_bos_token_id(config.bos_token_id or 0)
+        writer.add_eos_token_id(config.eos_token_id or 0)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
@@ -68,13 +74,13 @@ def write_gguf(
         for theirs, its in _NAMES.items():
             name = name.replace(theirs, its)
         values = weight.float().contiguous().numpy()
-        kind = type_of_blocks(name) if callable(type_of_blocks) else type_of_blocks
-        kind = kind if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        block_type = type_of_blocks(name) if callable(type_of_blocks) else type_of_blocks
+        block_type = float32 if values.ndim != 2 or block_type is None else block_type
         try:
-            blocks = gguf.quants.quantize(values, kind)
+            blocks = gguf.quants.quantize(values, block_type)
         except NotImplementedError:
-            blocks = random_blocks(kind, *values.shape).numpy()
-        writer.add_tensor(name, blocks, raw_dtype=kind)
+            blocks = random_blocks(block_type, *values.shape).numpy()
+        writer.add_tensor(name, blocks, raw_dtype=block_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

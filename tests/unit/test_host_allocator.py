@@ -56,6 +56,7 @@ def measured(**environment):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_freed_memory_is_used_again_until_it_is_given_back():
     found = measured()
     assert found["faults"] < 500

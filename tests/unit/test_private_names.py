@@ -356,6 +356,13 @@ def tensors_of_a_file():
         )
 
 
+def compiled_modules_are_marked():
+    layer = nn.Linear(2, 2)
+    before = set(vars(layer))
+    torch.compile(layer, backend="eager")
+    return set(vars(layer)) - before == {torch_api.COMPILED_MARK}
+
+
 def trees_are_rebuilt():
     values, spec = torch_api.tree_flatten({"a": (1, [2])})
     return values == [1, 2] and torch_api.tree_unflatten([3, 4], spec) == {"a": (3, [4])}
@@ -363,6 +370,7 @@ def trees_are_rebuilt():
 
 WORK = {
     torch_api: {
+        "COMPILED_MARK": compiled_modules_are_marked,
         "always_writable": tensors_can_be_written,
         "buffers_of": lambda: torch_api.buffers_of(nn.BatchNorm1d(2)).keys() >= {"running_mean", "running_var"},
         "compile_package": package_computes,
