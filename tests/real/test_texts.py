@@ -131,7 +131,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | STRATEGIES[self.strategy]
+        return {"max_new_tokens": NEW, "do_sample": False} | STRATEGIES[self.strategy]
 
     def expected(self) -> torch.Tensor:
         strategy = "greedy" if self.strategy in DRAFTS and self.prompt == BATCH else self.strategy
