@@ -4,8 +4,8 @@
     python benchmarks/out_of_memory.py --model smollm2 --threads 1
 
 Every run has a process of its own. Once the model is there and warm, the process is allowed so many more bytes of
-memory (RLIMIT_DATA: files that are mapped do not count). A real model answers chats about this project. Prints what the engine logs, then whether the
-text is that of a run with all memory, and at the end one JSON line. Linux only.
+memory (RLIMIT_DATA: files that are mapped do not count). A real model answers chats about this project's guides. Prints
+what the engine logs, then whether the text is that of a run with all memory, and at the end one JSON line. Linux only.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ def measured(weights: str, runs: dict[int, Run], model: str) -> dict[int, dict[s
     unloaded = resident()
     engine.generate(loaded(model, weights), [[5, 6, 7]], max_new_tokens=4)
     of_weights = {"measured": resident() - unloaded}
-    planned = engine.plan(path_of(model), cache="dynamic", prompt_tokens=8, max_new_tokens=8, device="cpu", weights=weights)
+    shortest = {"cache": "dynamic", "prompt_tokens": 8, "max_new_tokens": 8}
+    planned = engine.plan(path_of(model), **shortest, device="cpu", weights=weights)
     of_weights["planned"] = planned.weight_bytes
     found = {}
     for seed, run in runs.items():

@@ -115,7 +115,7 @@ def put_codes_without_values(file: Path, model: PreTrainedModel) -> None:
     tensors, coded = _tensors(file, model, layers)
     if not all(tensor.is_whole for tensor in tensors.values()):
         return
-    codes = {name: without_values(*model.get_parameter(name).shape, *_LAYOUTS[coded[name].type_name]) for name in coded}
+    codes = {name: without_values(model.get_parameter(name).shape, *_LAYOUTS[coded[name].type_name]) for name in coded}
     for name, blocks in codes.items():
         _put(model, *layers[name.removesuffix(".weight")], blocks)
 
