@@ -63,16 +63,16 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.close()
 
 
-def quantize(path: Path, kind: str, pure: bool = True) -> Path:
-    """The file `path` with its matrices, embeddings too, in another type, as "Q4_0". pure: all in this one; else some
-    in larger ones, as llama.cpp does by default."""
+def quantize(path: Path, kind: str, pure: bool = True, out: Path | None = None) -> Path:
+    """The file `path` with its matrices, embeddings too, in another type, as "Q4_0", in `out` (default: beside it).
+    pure: all in this one; else some in larger ones, as llama.cpp does by default."""
     import gguf
     import llama_cpp
 
     parameters = llama_cpp.llama_model_quantize_default_params()
     parameters.ftype, parameters.pure = gguf.LlamaFileType[f"MOSTLY_{kind}"], pure
-    parameters.nthread = torch.get_num_threads()
-    out = path.with_suffix(f".{kind}.gguf")
+    parameters.nthread, parameters.allow_requantize = torch.get_num_threads(), True
+    out = path.with_suffix(f".{kind}.gguf") if out is None else out
     if llama_cpp.llama_model_quantize(str(path).encode(), str(out).encode(), ctypes.byref(parameters)) != 0:
         raise RuntimeError(f"llama.cpp could not make {kind}")
     return out

@@ -34,7 +34,7 @@ Work: TypeAlias = Callable[[torch.Tensor, int, int], Any]
 _console = Console()
 
 
-class _Unnoted:
+class Unnoted:
     def note(self) -> None:
         pass
 
@@ -69,7 +69,7 @@ def llama_cpp(model: Any, threads: int, folder: Path) -> dict[str, Work]:
     files = {"float32": full} | {kind: quantize(full, kind) for kind in ("Q8_0", "Q4_0")}
     peers = {kind: LlamaCpp(file, threads) for kind, file in files.items()}
     return {
-        f"llama.cpp, {kind}": lambda ids, new, beams, peer=peer: peer.generate(ids, new, _Unnoted())
+        f"llama.cpp, {kind}": lambda ids, new, beams, peer=peer: peer.generate(ids, new, Unnoted())
         for kind, peer in peers.items()
     }
 
