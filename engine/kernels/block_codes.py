@@ -54,12 +54,12 @@ class BlockCodes(NamedTuple):
         return (codes * scale + scales[..., 1:]).flatten(-2)
 
 
-def without_values(shape: torch.Size, bits: int, numbers: int) -> BlockCodes:
-    """Codes of weights of this shape on the meta device, whose bytes can be counted. numbers: 1 or 2, per group."""
+def without_values(shape: torch.Size, bits: int, values: int) -> BlockCodes:
+    """Codes of weights of this shape on the meta device, whose bytes can be counted. values: 1 or 2, per group."""
     blocks = -(-shape[0] // _OUTS), -(-shape[1] // GROUP)
     return BlockCodes(
         torch.empty(*blocks, 64 * bits, dtype=torch.uint8, device="meta"),
-        torch.empty(*blocks, numbers, _OUTS, dtype=torch.float16, device="meta"),
+        torch.empty(*blocks, values, _OUTS, dtype=torch.float16, device="meta"),
     )
 
 
@@ -77,7 +77,7 @@ def pack(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> BlockCodes:
 def eight_bits(weight: torch.Tensor) -> BlockCodes:
     """Weights [outs, width], rounded to the nearest of 255 multiples of a scale."""
     if weight.is_meta:
-        return without_values(weight.shape, bits=8, numbers=1)
+        return without_values(weight.shape, bits=8, values=1)
     groups = _groups(weight)
     scales = (groups.abs().amax(dim=-1, keepdim=True) / 127).half()
     codes = (groups / scales.float().clamp_min(1e-30)).round_().clamp_(-127, 127) + 128
@@ -87,7 +87,7 @@ def eight_bits(weight: torch.Tensor) -> BlockCodes:
 def four_bits(weight: torch.Tensor) -> BlockCodes:
     """Weights [outs, width], with the scales and least values of the smallest squared error that was found."""
     if weight.is_meta:
-        return without_values(weight.shape, bits=4, numbers=2)
+        return without_values(weight.shape, bits=4, values=2)
     groups = _groups(weight)
     if (operators := kernels()) is not None and weight.device.type == "cpu":
         filled = functional.pad(groups.flatten(1), (0, 0, 0, -weight.shape[0] % _OUTS)).contiguous()
