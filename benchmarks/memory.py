@@ -160,7 +160,12 @@ def memory_bytes(device: str, peak: bool) -> int:
     """Of the device, or resident of this process: at most since `forget_peak`, or now."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated(device) if peak else torch.cuda.memory_allocated(device)
-    [line] = [line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM:" if peak else "VmRSS:")]
+    return status_bytes("VmHWM:" if peak else "VmRSS:")
+
+
+def status_bytes(name: str) -> int:
+    """What this process has, as /proc/self/status names it."""
+    [line] = [line for line in STATUS.read_text().splitlines() if line.startswith(name)]
     return 1024 * int(line.split()[1])
 
 

@@ -4,8 +4,8 @@
     python benchmarks/out_of_memory.py --model smollm2 --threads 1
 
 Every run has a process of its own. Once the model is there and warm, the process is allowed so many more bytes of
-memory (RLIMIT_DATA: files that are mapped do not count). A real model answers chats about this project. Prints what the engine logs, then whether the
-text is that of a run with all memory, and at the end one JSON line. Linux only.
+memory (RLIMIT_DATA: files that are mapped do not count). A real model answers chats about this project's guides. Prints
+what the engine logs, then whether the text is that of a run with all memory, and at the end one JSON line. Linux only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import transformers
 import typer
 from common import SHAPES, llama, picked, report
-from memory import in_a_process_of_its_own
+from memory import in_a_process_of_its_own, status_bytes
 from rich.console import Console
 
 import engine
@@ -49,9 +49,8 @@ SCENARIOS = {
     "a batch of 8": Scenario(500, 32, 100, rows=8),
 }
 CHATS = {
-    "a long chat": Scenario(3000, 48, 150),
-    "8 chats": Scenario(500, 32, 180, rows=8),
-    "a chat, 8 beams": Scenario(1500, 32, 100, options={"num_beams": 8, "do_sample": False}),
+    "a long chat": Scenario(2000, 48, 80),
+    "8 chats": Scenario(300, 32, 90, rows=8),
 }
 _ROOT = Path(__file__).parents[1]
 
@@ -93,7 +92,7 @@ def limited(scenario: Scenario, model: str, name: str, limit: bool, threads: int
     }  # fmt: skip
     works[name](64, 4)  # loads libraries, chooses kernels
     if limit:
-        used = _status("VmData")
+        used = status_bytes("VmData:")
         resource.setrlimit(resource.RLIMIT_DATA, (used + scenario.more_mb * 10**6, resource.RLIM_INFINITY))
     begun, text, error, fallbacks = time.perf_counter(), None, None, []
     try:
@@ -104,11 +103,6 @@ def limited(scenario: Scenario, model: str, name: str, limit: bool, threads: int
         error = f"{type(raised).__name__}: {str(raised).splitlines()[0]}"
     taken = time.perf_counter() - begun
     return {"text": text, "error": error, "seconds": taken, "fallbacks": fallbacks, "log": lines}
-
-
-def _status(name: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":")]
-    return int(line.split()[1]) * 1024
 
 
 def main(

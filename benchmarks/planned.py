@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from common import report
-from memory import forget_peak, in_a_process_of_its_own, memory_bytes
+from memory import forget_peak, in_a_process_of_its_own, memory_bytes, status_bytes
 from rich.console import Console
 from rich.table import Table
 
@@ -84,7 +84,8 @@ def measured(weights: str, runs: dict[int, Run], model: str) -> dict[int, dict[s
     unloaded = resident()
     engine.generate(loaded(model, weights), [[5, 6, 7]], max_new_tokens=4)
     of_weights = {"measured": resident() - unloaded}
-    planned = engine.plan(path_of(model), cache="dynamic", prompt_tokens=8, max_new_tokens=8, device="cpu", weights=weights)
+    shortest = {"cache": "dynamic", "prompt_tokens": 8, "max_new_tokens": 8}
+    planned = engine.plan(path_of(model), **shortest, device="cpu", weights=weights)
     of_weights["planned"] = planned.weight_bytes
     found = {}
     for seed, run in runs.items():
@@ -112,10 +113,11 @@ def taken_by(run: Run, name: str) -> dict[str, Any]:
     ids = torch.randint(3, model.config.vocab_size, (run.rows, run.prompt_tokens), generator=seeded)
     options = run.strategy | {"cache": run.cache, "cache_config": run.cache_config or None, "seed": 0}
     generator.generate(ids[:1, :200], **options, max_new_tokens=4)  # tries the model, chooses kernels
-    before = resident()
+    before, of_files = resident(), status_bytes("RssFile:")
     forget_peak("cpu")
     out = generator.generate(ids, **options, max_new_tokens=run.new_tokens)
-    peak = memory_bytes("cpu", peak=True) - before
+    of_files = status_bytes("RssFile:") - of_files  # pages of libraries, which come as they are used
+    peak = memory_bytes("cpu", peak=True) - before - of_files
     plan = engine.plan(
         model, cache=run.cache, cache_config=run.cache_config or None, prompt_tokens=run.prompt_tokens,
         max_new_tokens=run.new_tokens, batch_size=run.rows, prefill_chunk_tokens=run.chunk_tokens, **run.strategy,

@@ -299,7 +299,7 @@ class GgufTensor:
         return torch.from_numpy(dequantize(self.raw()[self.order[outs]].numpy(), self._type))
 
     @property
-    def is_whole(self) -> bool:
+    def is_separate(self) -> bool:
         """Whether it is a weight of the model by itself; nothing is read."""
         with np.errstate(all="ignore"):  # some models take logarithms
             return self._change(self._info.name, np.broadcast_to(np.float32(1), self._info.shape)) is not None

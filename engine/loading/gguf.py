@@ -108,7 +108,7 @@ def put_codes_without_values(file: Path, model: PreTrainedModel) -> None:
     """Let a model on the meta device keep what `load_codes` would, to count its bytes: the file's header is read."""
     layers = _layers(model)
     tensors, coded = _tensors(file, model, layers)
-    if not all(tensor.is_whole for tensor in tensors.values()):
+    if not all(tensor.is_separate for tensor in tensors.values()):
         return
     codes = {name: blocks_without_values(model.get_parameter(name), tensor.type_name) for name, tensor in coded.items()}
     for name, blocks in codes.items():

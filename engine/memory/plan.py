@@ -284,8 +284,8 @@ def _coded_model(
     source: object, config: PreTrainedConfig, dtype: torch.dtype | None, device: torch.device, weights: str
 ) -> PreTrainedModel | None:
     """The model without values, with the codes that it would keep of its weights; None where it keeps none."""
-    is_from_file = weights == "file" and device.type == "cpu" and isinstance(source, (str, Path))
-    file = gguf_file(source) if is_from_file else None
+    reads_file = weights == "file" and device.type == "cpu"
+    file = gguf_file(source) if reads_file and isinstance(source, (str, Path)) else None
     if file is None and weights not in ENCODERS:
         return None
     model = meta_model(config, dtype)

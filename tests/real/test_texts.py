@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import pairwise
 from real_data import path_of
 from references import contrastive, diverse, readers
 from torch import nn
@@ -29,7 +28,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NEW = 24
 MESSAGES = {
     "question": [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
-    "system": [{"role": "system", "content": "You are a poet. Answer in verse."}, {"role": "user", "content": "The sea"}],
+    "system": [
+        {"role": "system", "content": "You are a poet. Answer in verse."},
+        {"role": "user", "content": "The sea"},
+    ],
     "turns": [
         {"role": "user", "content": "Name three planets."},
         {"role": "assistant", "content": "Mars, Venus and Jupiter."},
@@ -116,7 +118,6 @@ def inputs(name: str) -> dict[str, torch.Tensor]:
     tokenizer = loaded()[1]
     names = list(MESSAGES)[:3] if name == BATCH else [name]
     texts = [tokenizer.apply_chat_template(MESSAGES[one], add_generation_prompt=True, tokenize=False) for one in names]
-    tokenizer.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     read = tokenizer(texts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
     return {"input_ids": read["input_ids"], "attention_mask": read["attention_mask"]}
 
@@ -131,7 +132,7 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | STRATEGIES[self.strategy]
+        return {"max_new_tokens": NEW, "do_sample": False} | STRATEGIES[self.strategy]
 
     def expected(self) -> torch.Tensor:
         strategy = "greedy" if self.strategy in DRAFTS and self.prompt == BATCH else self.strategy
@@ -163,7 +164,7 @@ class Case:
     def gap(self, row: int, expected: torch.Tensor, out: torch.Tensor) -> str:
         """Of the two texts the log-probabilities in float32."""
         prompt = inputs(self.prompt)
-        times = len(expected) and STRATEGIES[self.strategy].get("num_return_sequences", 1)
+        times = STRATEGIES[self.strategy].get("num_return_sequences", 1)
         mask = prompt["attention_mask"][row // times]
         begin = len(mask)
         sums = []
@@ -192,31 +193,70 @@ def said_by_transformers(strategy: str, prompt: str, dtype: torch.dtype, use_cac
     return theirs(dtype).generate(**inputs(prompt), **options, use_cache=use_cache)
 
 
-def cases(dtype: torch.dtype, weights: str, step=1) -> list[Case]:
-    """Of all, or so that every cache meets every strategy and every prompt."""
+def cases(dtype: torch.dtype, weights: str, step: int) -> list[Case]:
+    """All of them, or one in `step`: with 5 every cache meets every strategy, on one of the prompts."""
     return [
         Case(cache, strategy, prompt, dtype, weights)
-        for s, strategy in enumerate(STRATEGIES)
-        for p, prompt in enumerate(PROMPTS)
-        for c, cache in enumerate(CACHES)
-        if (s + p + c) % step == 0
+        for row, strategy in enumerate(STRATEGIES)
+        for column, prompt in enumerate(PROMPTS)
+        for number, cache in enumerate(CACHES)
+        if (row + column + number) % step == 0
     ]
 
 
-if __name__ == "__main__":
-    import time
-    for which in sys.argv[1:] or ["float32/full", "float32/file", "bfloat16/full"]:
-        dtype, weights, step, *of = which.split("/")
-        counts: Counter[tuple[str, str]] = Counter()
+def few(times: int, dtype: torch.dtype = torch.float32, weights: str = "full", strategies: Any = STRATEGIES) -> Any:
+    """Cases in which every strategy has one prompt, whose text transformers says once."""
+    names, found = list(strategies), []
+    for number in range(times):
+        row = number % len(names)
+        found.append(Case(list(CACHES)[number % len(CACHES)], names[row], PROMPTS[row % len(PROMPTS)], dtype, weights))
+    return pytest.mark.parametrize("case", found, ids=lambda case: f"{case.cache}-{case.strategy}-{case.prompt}")
+
+
+@few(24)
+def test_every_cache_and_strategy(case):
+    assert case.verdict() == "equal"
+
+
+@few(8, weights="file")
+def test_codes_of_the_file_say_what_the_decoded_weights_say(case):
+    assert case.verdict() == "equal"
+
+
+@few(6, torch.bfloat16, strategies=("greedy", "sampling"))
+def test_texts_of_one_row_per_prompt_in_sixteen_bits(case):
+    assert case.verdict() == "equal"
+
+
+@pytest.mark.parametrize("cache", REFUSED)
+def test_caches_for_other_models_are_refused(cache):
+    with pytest.raises(caches.CacheError, match=REFUSED[cache]):
+        generator(torch.float32, "full").generate(inputs("question"), cache=cache, max_new_tokens=1)
+
+
+def test_strategies_that_transformers_lacks_equal_plain_python():
+    gen, asked = generator(torch.float32, "full"), inputs("question")
+    [row], new = readers(theirs(torch.float32), asked), 5
+    options = {"top_k": 3, "penalty_alpha": 0.6}
+    found = gen.generate(asked, max_new_tokens=new, **options).tokens
+    assert found == [contrastive(*row, new=new, eos_ids=[2], **options)]
+    groups = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0, "num_return_sequences": 2}
+    expected = diverse(*row, new=new, eos_ids=[2], pad_id=2, **groups)
+    assert gen.generate(asked, max_new_tokens=new, **groups).tokens == [tokens for _, tokens in expected]
+
+
+def main() -> None:
+    """Arguments: as float32/full/1, one in so many cases; by default all."""
+    for which in sys.argv[1:] or ["float32/full/1", "float32/file/1", "bfloat16/full/1"]:
+        dtype, weights, step = which.split("/")
+        counts: Counter[str] = Counter()
         for case in cases(getattr(torch, dtype), weights, int(step)):
-            if of and case.strategy not in of[0].split(","): continue
-            t=time.process_time()
-            try:
-                told = case.verdict()
-            except Exception as e:
-                told = f"{type(e).__name__}: {str(e)[:300]}"
-            print(round(time.process_time()-t,1), which, case.cache, case.strategy, case.prompt, told[:10], flush=True)
-            counts[case.strategy, told if told == "equal" else "other"] += 1
-            if told != "equal":
-                print(which, case.cache, "|", case.strategy, "|", case.prompt, "|", told, flush=True)
-        print(which, *sorted(counts.items()), sep="\n", flush=True)
+            verdict = case.verdict()
+            counts["equal" if verdict == "equal" else f"other: {case.strategy}"] += 1
+            if verdict != "equal":
+                print(case.cache, case.strategy, case.prompt, verdict, sep=" | ", flush=True)
+        print(which, dict(counts), flush=True)
+
+
+if __name__ == "__main__":
+    main()
