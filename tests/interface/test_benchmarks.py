@@ -10,7 +10,8 @@ from places import ROOT
 
 def run(name, out, options):
     options = options.split() if isinstance(options, str) else options
-    command = [sys.executable, ROOT / "benchmarks" / name, "--out", out, "--threads", "1", *options]
+    threads = [] if name == "planned.py" else ["--threads", "1"]  # it copies processes, which have one
+    command = [sys.executable, ROOT / "benchmarks" / name, "--out", out, *threads, *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -34,6 +35,15 @@ def test_memory(tmp_path):
                 assert row["bytes_per_token"] >= row["predicted_bytes_per_token"] - 1e-6
             assert 0 < row["ms"]["least"] <= row["ms"]["median"] <= row["ms"]["most"]
         assert case["rows"]["dynamic"]["times_peer"] > 0
+
+
+@pytest.mark.slow
+def test_plans_beside_peaks(tmp_path):
+    found = run("planned.py", tmp_path / "planned.json", "--seed 0 --seed 5")
+    assert [case["seed"] for case in found["cases"]] == [0, 5]
+    for case in found["cases"]:
+        assert case["cache"]["planned"] == pytest.approx(case["cache"]["measured"], rel=0.1)
+        assert 0 < case["run"]["measured"] < 10**8
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ CACHES: dict[str, dict[str, Any]] = {
     "quantized_sink": LONGER | IN_FULL,
     "none": {},
 }
-REFUSED = {"hybrid": "no layers with", "mamba": "attention", "encoder_decoder": "encoder"}
+REFUSED = {"hybrid": "look back at a window", "mamba": "attention", "encoder_decoder": "encoder"}
 STRATEGIES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "greedy with a penalty": {"repetition_penalty": 1.2},
