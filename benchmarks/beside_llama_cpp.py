@@ -102,8 +102,9 @@ def prompt(generator: engine.Generator, question: str) -> torch.Tensor:
 
 
 def steps_ms(generators: dict[str, engine.Generator], peer: LlamaCpp, ids: torch.Tensor, new: int, runs: int) -> Any:
+    without_end = dict(do_sample=False, eos_token_id=-1)
     engines = {
-        name: lambda new, one=generator: one.generate(ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        name: lambda new, one=generator: one.generate(ids, max_new_tokens=new, **without_end)
         for name, generator in generators.items()
     }
     return decode_ms(engines | {"llama.cpp": lambda new: peer.generate(ids, new, Unnoted())}, new, runs)
