@@ -7,6 +7,7 @@ of the types Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, Q6_K, Q5_K and Q4_K of GGUF files.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -132,7 +133,7 @@ def _leveled(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes])
     The range of a group is that of its largest inputs, and the error of the others is as large. Weights that lie on a
     grid, as those that were decoded before, are found again with scales of 1 only.
     """
-    scales = weight.float().square().mean(dim=0).sqrt()
+    scales = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32) / math.sqrt(weight.shape[0])
     scales = torch.where(scales > 1e-12, scales, 1.0)
     if not weight.is_meta:  # there only sizes are asked for
         some = weight[:: max(1, weight.shape[0] // _SAMPLED)].float()
