@@ -2,9 +2,9 @@
 
     python benchmarks/beside_llama_cpp.py FILE.gguf --out beside-llama-cpp-cpu.json
 
-The file is also written in the other types whose codes are kept. Twenty questions of a chat are answered greedily. An
-answer is compared up to the first token that differs; there it counts how near the two tokens were for us: llama.cpp
-rounds inputs of products to 8 bits, so that its own logits are off by some. Steps are timed in turns, a long call minus
+The file is also written in other types whose codes are kept. Twenty questions of a chat are answered greedily. Answers
+are compared up to the first near tie of our two best logits: llama.cpp rounds inputs of products to 8 bits, so that its
+logits are off by some. Steps are timed in turns, a long call minus
 a call for one token. Prints a table, and one JSON line.
 """
 
@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import transformers
 import typer
-from common import decode_ms, report
+from common import decode_ms, report, weight_bytes
 from llama_cpp_peer import LlamaCpp, quantize
 from rich.console import Console
 from rich.progress import track
@@ -108,11 +108,6 @@ def steps_ms(generators: dict[str, engine.Generator], peer: LlamaCpp, ids: torch
         for name, generator in generators.items()
     }
     return decode_ms(engines | {"llama.cpp": lambda new: peer.generate(ids, new, Unnoted())}, new, runs)
-
-
-def weight_bytes(model: Any) -> int:
-    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
-    return sum(tensors.values())
 
 
 def main(

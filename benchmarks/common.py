@@ -110,6 +110,12 @@ def kept_bytes(cache: Any) -> tuple[int, int]:
     return sum(tensor.nbytes for tensor in tensors_in(parts)), 0
 
 
+def weight_bytes(model: Any) -> int:
+    """Of the parameters and buffers of a model; those that share memory count once."""
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
+    return sum(tensors.values())
+
+
 def report(benchmark: str, out: Path | None, **found: Any) -> None:
     """One JSON line, with the machine and the versions; also into a file."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 import transformers
 import typer
-from common import full_bytes_per_token, kept_bytes, picked, report
+from common import full_bytes_per_token, kept_bytes, picked, report, weight_bytes
 from lossy import texts as sources
 from lossy.facts import FACTS, facts_found, text_with_facts
 from lossy.markdown import document
@@ -90,16 +90,11 @@ def measure_weights(
             name,
             asdict(reference.compare(engine_reader(generator.generate)))
             | {
-                "bits": 8 * _weight_bytes(generator.model) / elements,
+                "bits": 8 * weight_bytes(generator.model) / elements,
                 "facts": {tokens: facts_found(generator, text) for tokens, text in long_texts.items()},
                 "answers": answers_of(generator),
             },
         )
-
-
-def _weight_bytes(model: Any) -> int:
-    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
-    return sum(tensors.values())
 
 
 def answers_of(generator: engine.Generator) -> list[str]:

@@ -31,7 +31,8 @@ class EngineConfig(Config):
     weights: "file", as they are loaded: linear layers and embeddings of a GGUF file keep its codes, on a CPU and of the
         types Q8_0, Q6_K, Q5_K, Q5_1, Q5_0, Q4_K, Q4_1 and Q4_0; "full": all such weights are decoded; "int8" or "int4":
         linear layers on a CPU keep codes of 8 or 4 bits in place of their weights, also those of a model that was
-        given, and the text changes. Each 32 inputs of an output have a scale, with 4 bits also a least value.
+        given, and the text changes. Each 32 inputs of an output have a scale, with "int4" also a least value, and
+        codes of 5 bits where there are fewer outputs than inputs.
     linears: the matrix product of float32 linear layers on a CPU. "default": torch's own; "onednn"; "auto": by the kind
         of processor and the number of rows, mostly a kernel of this package, where it was built when the package was
         installed; or what `engine linears` has measured on this machine (stored in `$KVENGINE_CACHE`, by default the
