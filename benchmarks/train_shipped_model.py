@@ -212,7 +212,7 @@ def main(
 
     # Measured as shipped: weights rounded to float16, computed in float32.
     model.to("cpu", torch.float16)
-    model.generation_config.update(bos_token_id=0, eos_token_id=0, pad_token_id=1)
+    model.generation_config.update(bos_token_id=0, eos_token_id=0, pad_token_id=1, do_sample=False)
     model.save_pretrained(out)
     config = json.loads((out / "config.json").read_text())
     config["dtype"] = "float32"  # float16 is how the file is written, not how a CPU should compute

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -76,6 +77,50 @@ def test_another_answer_is_sampled_unless_an_option_says_how(cli):
         assert done.stdout == f"{first}\n{again}\n", options
 
 
+SAMPLED = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "chosen"),
+    [
+        ({}, [], SAMPLED),
+        ({}, ["--top-p", "0.5"], SAMPLED | {"top_p": 0.5}),
+        ({"temperature": 0.6}, [], {"do_sample": True}),
+        ({"do_sample": True}, ["--top-k", "5"], {"do_sample": True, "top_k": 5}),
+        ({"do_sample": False}, [], {}),
+        ({"num_beams": 2}, [], {}),
+        ({}, ["--temperature", "0"], {"do_sample": False}),
+        ({}, ["--num-beams", "2"], {"num_beams": 2}),
+        ({}, ["--strategy", "greedy"], {"strategy": "greedy"}),
+    ],
+    ids=str,
+)
+def test_answers_are_sampled_where_nothing_says_how_tokens_are_chosen(cli, tmp_path, own, options, chosen):
+    """own: the model's settings."""
+    for file in engine.SHIPPED_MODEL.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    settings = tmp_path / "generation_config.json"
+    settings.unlink()
+    settings.write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1} | own))
+    done = cli(["chat", "--model", str(tmp_path), "-n", "8", "--seed", "3", *options], "/set\nimport os\n")
+    line = done.stderr.splitlines()[0]
+    shown = dict(pair.split("=") for pair in line.removeprefix("parameters: ").split(", "))
+    parameters = {"max_new_tokens": 8, "seed": 3} | chosen
+    assert {name: json.loads(value) if name != "strategy" else "greedy" for name, value in shown.items()} == parameters
+    chat = engine.Generator(tmp_path).chat(**parameters)
+    assert done.stdout == f"{chat.send('import os').text[0]}\n"
+
+
+def test_what_is_reset_is_sampled_again(cli, tmp_path):
+    shutil.copytree(engine.SHIPPED_MODEL, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text("{}")
+    done = cli(["chat", "--model", str(tmp_path / "model")], "/set do_sample false\n/set do_sample none\n")
+    assert done.stderr.splitlines() == [
+        "parameters: do_sample=false, max_new_tokens=512",
+        "parameters: do_sample=true, temperature=0.7, top_p=0.9, max_new_tokens=512",
+    ]
+
+
 def test_a_max_length_is_not_raised_by_the_default(cli):
     answer = engine.Generator(engine.SHIPPED_MODEL).chat(max_length=30).send("import os").text[0]
     assert cli(["chat", "--set", "max_length=30"], "import os\n").stdout == f"{answer}\n"
@@ -121,7 +166,7 @@ def test_parameters_are_set_within_a_chat(cli):
     [
         ("/set top_p 7", "top_p=7, but it is a number from 0 to 1"),
         ("/set top_pp 0.5", "know no input 'top_pp'; did you mean 'top_p'"),
-        ("/set top_p", "/set top_p: give a value, or none for what the model's own settings say"),
+        ("/set top_p", "/set top_p: give a value, or none to reset it"),
         ("/set cache static", "/set is for generation parameters, and cache is none"),
         ("/set model x", "/set is for generation parameters, and model is none"),
         ("/set num_return_sequences 2", "num_return_sequences cannot apply to a chat"),
@@ -209,6 +254,7 @@ def test_in_a_terminal():
     command = [sys.executable, "-m", "engine", "chat", "-n", "900", "--min-new-tokens", "900"]
     with Terminal(command) as terminal:
         terminal.until("LlamaForCausalLM, float32 on cpu, cache dynamic, context of 2,048 tokens")
+        terminal.until("parameters: max_new_tokens=900, min_new_tokens=900")
         terminal.until("/help lists the commands")
         terminal.until("> ")
         terminal.type("import os\n")

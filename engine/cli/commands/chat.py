@@ -17,9 +17,12 @@ from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 from engine.cli.typed import editing, read_line
 from engine.errors import EngineError, OptionError
+from engine.parameters import PARAMETERS
 from engine.tables import counted, terminal_width
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
     from engine.generator import Generator
     from engine.reuse.chat import Chat
 
@@ -27,6 +30,8 @@ _TOKENS = 512  # of an answer, unless an option says otherwise
 _BLOCK = '"""'
 # Parameters that say how tokens are chosen.
 _CHOOSING = frozenset(("strategy", "do_sample", "num_beams", "penalty_alpha", "generation_config"))
+# Where nothing says it: the likeliest tokens alone make small models repeat themselves.
+_SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_p": 0.9}
 
 
 @options.takes(options.CHAT)
@@ -35,7 +40,7 @@ def chat(**arguments: Any) -> None:
 
     A line that ends with \\ goes on, and so does what begins with \"\"\" up to the next \"\"\". /help lists commands.
     """
-    parameters = _parameters(arguments)
+    _parameters(arguments)  # raises before anything is loaded
     settings = values.engine_config(arguments["config"], arguments)
     if settings.tp > 1:
         raise OptionError(f"tp={settings.tp}: a terminal is that of one process: leave tp out, or use `engine serve`")
@@ -49,18 +54,30 @@ def chat(**arguments: Any) -> None:
             cache_config=cache_config,
             resume=arguments["resume"],
             when_full=arguments["when_full"],
-            **parameters,
+            **_parameters(arguments, generator.model.generation_config),
         )
     Terminal(talk, generator, arguments).run(_banner(generator, talk))
 
 
-def _parameters(arguments: dict[str, Any], later: Mapping[str, object] | None = None) -> dict[str, Any]:
-    """The generation parameters of every turn. later: those that were given with /set."""
+def _parameters(
+    arguments: dict[str, Any], own: GenerationConfig | None = None, later: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """The generation parameters of every turn. own: the model's settings. later: what was given with /set."""
     parameters = values.generation_parameters(arguments, later)
     if "max_length" not in parameters:
         parameters.setdefault("max_new_tokens", _TOKENS)
-    draft = arguments["assistant_model"]
-    return parameters if draft is None else parameters | {"assistant_model": draft}
+    if arguments["assistant_model"] is not None:
+        parameters["assistant_model"] = arguments["assistant_model"]
+    return parameters if own is None else _chosen_by_default(parameters, own) | parameters
+
+
+def _chosen_by_default(parameters: Mapping[str, object], own: GenerationConfig) -> dict[str, Any]:
+    """How tokens are chosen, as far as neither the parameters nor the model's settings say so."""
+    asked = parameters.keys() & _CHOOSING - {"do_sample"} or parameters.get("do_sample") is False
+    if asked or any(getattr(own, name, None) is not None for name in _CHOOSING):
+        return {}
+    has_values = any(getattr(own, name, None) is not None for name, row in PARAMETERS.items() if row.draws)
+    return {"do_sample": True} if has_values else _SAMPLED
 
 
 def _banner(generator: Generator, talk: Chat) -> str:
@@ -100,7 +117,8 @@ class Terminal:
     def run(self, banner: str) -> None:
         """banner: shown first where someone is at the terminal."""
         if sys.stdin.isatty():
-            output.tell(f"{banner}\n/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
+            output.tell(f"{banner}\n{self._parameters_line}")
+            output.tell("/help lists the commands, Ctrl-C ends an answer, Ctrl-D ends the chat.")
         with editing():
             self._answer_all()
 
@@ -205,13 +223,18 @@ class Terminal:
     def _set(self, name: str | None = None, text: str | None = None) -> None:
         if name is not None:
             if text is None:
-                raise OptionError(f"/set {name}: give a value, or none for what the model's own settings say")
+                raise OptionError(f"/set {name}: give a value, or none to reset it")
             name, value = values.later_parameter(name, text)
-            parameters = _parameters(self._arguments, self._later | {name: value})
+            own = self._generator.model.generation_config
+            parameters = _parameters(self._arguments, own, self._later | {name: value})
             self._generator.chat(**parameters)  # raises as a turn would
             self._later[name], self._chat.parameters = value, parameters
+        output.tell(self._parameters_line)
+
+    @property
+    def _parameters_line(self) -> str:
         shown = (f"{name}={json.dumps(value, default=str)}" for name, value in self._chat.parameters.items())
-        output.tell(f"parameters: {', '.join(shown)}")
+        return f"parameters: {', '.join(shown)}"
 
     def _stats(self) -> None:
         if self._chat.last is None:
