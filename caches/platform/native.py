@@ -61,6 +61,8 @@ class Operators:
 def _load() -> str | None:
     """Load the library; why there is none, or None where it is loaded."""
     reason = "they were not built when it was installed"
+    if any(_FOLDER.glob("kernels-*.so")):
+        reason = "those that were built are of other sources or for other processors"
     for path in _libraries():
         try:
             torch.ops.load_library(str(path))

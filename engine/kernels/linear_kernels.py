@@ -9,11 +9,21 @@ import torch
 from torch import library
 
 from caches.platform.native import Operators
+from caches.platform.warn_once import warn_once
+from configs import ConfigError
 
 
 def kernels() -> Any:
     """The operators of `native/products.cpp`; None where there are no kernels. Traceable after one call."""
     return _OPERATORS.or_none()
+
+
+def warn_without_kernels() -> None:
+    """Say so where torch computes products with codes: it decodes all weights for each of them."""
+    try:
+        _OPERATORS.or_error()
+    except ConfigError as error:
+        warn_once(f"all weights in few bits are decoded in every step, which takes many times as long: {error}")
 
 
 def join_products(graph: torch.fx.Graph) -> None:

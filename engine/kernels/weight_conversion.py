@@ -18,6 +18,7 @@ from caches.platform.transformers_api import plan_name
 from caches.platform.warn_once import warn_once
 from engine.errors import OptionError
 from engine.kernels.block_codes import eight_bits
+from engine.kernels.linear_kernels import warn_without_kernels
 from engine.kernels.low_bit_linears import ENCODERS, LowBitEmbedding, LowBitLinear, scaled
 
 _MUCH = 0.25  # share of the bytes in full from which on there is a warning
@@ -59,6 +60,7 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     if replaced == 0:
         raise OptionError(f"weights={weights!r}, but {type(model).__name__} has no linear layers that can be converted")
     _warn_of_rest(model, weights)
+    warn_without_kernels()
     keep_data_type(model)
 
 

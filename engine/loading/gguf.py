@@ -20,9 +20,11 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, __version__
 
 from caches.platform.machine import cache_folder
+from caches.platform.out_of_memory import in_words
 from caches.platform.transformers_api import GgufTensor, gguf_tensors, plan_name
 from engine.errors import InputError
 from engine.kernels.block_codes import BlockCodes, eight_bits, fitted
+from engine.kernels.linear_kernels import warn_without_kernels
 from engine.kernels.low_bit_linears import LowBitLinear
 from engine.kernels.weight_conversion import keep_data_type, linears_of, replace_linear
 from engine.loading.gguf_types import LAYOUTS, blocks_of, blocks_without_values
@@ -60,6 +62,17 @@ def settings_of(file: Path) -> Iterator[Path]:
                 os.replace(complete, folder)
             shutil.rmtree(complete, ignore_errors=True)
         yield Path(made)
+
+
+def why_damaged(file: Path) -> str | None:
+    """What says that a file is cut short, damaged or no GGUF file; None where header and tensors are complete."""
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(file)
+    except Exception as error:  # whatever the bytes happen to mean
+        return f"its {file.stat().st_size:,} bytes are damaged or a part of a GGUF file ({in_words(error)})"
+    return None
 
 
 def _convert_settings(file: Path, folder: str) -> None:
@@ -101,6 +114,7 @@ def load_codes(file: Path, config: PreTrainedConfig, auto_class: Any, dtype: tor
             checked.add(checked_as)
         _put(model, *layers[name.removesuffix(".weight")], blocks)
     keep_data_type(model)
+    warn_without_kernels()
     return model
 
 

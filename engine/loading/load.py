@@ -34,7 +34,7 @@ from caches.platform.torch_api import inside_compiled
 from caches.platform.warn_once import warn_once
 from configs import EngineConfig
 from engine.errors import EngineError, InputError, OptionError
-from engine.loading.gguf import load_codes, settings_of
+from engine.loading.gguf import load_codes, settings_of, why_damaged
 from engine.loading.location import ADAPTER, GGUF, locate
 from engine.loading.placement import check_here, is_on_cpu, read_dtype
 from engine.parallel.tensor_parallel import arguments_of_part
@@ -253,6 +253,8 @@ def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
         reason = first_line(error) if isinstance(error, _IN_WORDS) else in_words(error)
         if "ignore_mismatched_sizes" in reason:
             reason = "its weights have other shapes than its config.json says"
+        if (file := Path(model).expanduser()).suffix == GGUF and (damage := why_damaged(file)) is not None:
+            reason = f"{damage}: copy or download it again"
         raise InputError(f"no model could be loaded from {str(model)!r}: {reason}") from error
 
 

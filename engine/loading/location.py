@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import socket
@@ -46,6 +47,8 @@ def locate(model: str | Path) -> str:
         raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
     if model in _PACKAGES:
         return _packaged(str(model))
+    if path.suffix == GGUF:
+        raise InputError(f"there is no file {str(model)!r}: give the path of a GGUF file, or of a folder with a model")
     if isinstance(model, Path) or _looks_like_a_path(model):
         raise InputError(f"there is no folder {str(model)!r}: give the path of a folder with a model, or a hub id")
     return _reachable(model)
@@ -121,9 +124,11 @@ def _reachable(name: str) -> str:
     else:
         reason = f"{urlsplit(constants.ENDPOINT).netloc} cannot be reached"
         remedy = "try again with a network (HF_ENDPOINT names another hub)"
+    meant = difflib.get_close_matches(name, _PACKAGES, n=1)
     raise InputError(
         f"{name!r} is no folder here, it is not in the hub's local cache ({constants.HF_HUB_CACHE}; HF_HOME moves it), "
         f"and {reason}: give the path of a folder with a model, or {remedy}"
+        + "".join(f"; did you mean {known!r}?" for known in meant)
     )
 
 

@@ -180,6 +180,18 @@ def test_settings_are_converted_once(files, monkeypatch, tmp_path):
     assert loaded(file).generate(prompt(1, pads=0), max_new_tokens=2).sequences.shape[0] == 1
 
 
+@pytest.mark.parametrize("size", [0, 20, 0.5, 0.99], ids="{} of its bytes".format)
+def test_a_file_that_is_cut_short(files, tmp_path, size):
+    """size: bytes, or a share of all."""
+    content = files("Q8_0").read_bytes()
+    content = content[: size if isinstance(size, int) else int(size * len(content))]
+    (tmp_path / "cut.gguf").write_bytes(content)
+    with pytest.raises(
+        engine.InputError, match=rf"its {len(content):,} bytes are damaged or a part .* download it again"
+    ):
+        loaded(tmp_path / "cut.gguf")
+
+
 def test_a_file_that_lacks_weights(files, tmp_path, monkeypatch):
     file = files("Q8_0")
     content = file.read_bytes().replace(b"blk.1.ffn_norm.weight", b"blk.9.ffn_norm.weight")

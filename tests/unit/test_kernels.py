@@ -79,6 +79,18 @@ def test_a_library_that_cannot_be_loaded(folder):
         operators.or_error()
 
 
+@pytest.mark.parametrize("has_others", [False, True])
+def test_weights_in_few_bits_say_that_there_are_no_kernels(folder, has_others, caplog):
+    """has_others: a library of other sources is there, as after a change of the checkout."""
+    if has_others:
+        (folder / library(native._kinds()[0], digest="0" * 12)).touch()
+    config = engine.EngineConfig(weights="int8")
+    engine.Generator(tiny_model("llama"), config=config)
+    [warning] = [record.getMessage() for record in caplog.records if "decoded in every step" in record.getMessage()]
+    assert ("of other sources" if has_others else "not built when it was installed") in warning
+    assert "pip install --no-build-isolation" in warning
+
+
 def test_what_finishes_a_library_is_done_once():
     done = []
     operators = native.Operators("fused=True", lambda: done.append(1))

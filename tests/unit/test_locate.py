@@ -60,6 +60,17 @@ def test_a_path_that_leads_nowhere(given, hub):
         engine.Generator(given)
 
 
+@pytest.mark.parametrize("given", ["no.gguf", "./no.gguf", Path("/no/such.gguf")])
+def test_a_gguf_file_that_is_not_there(given):
+    with pytest.raises(engine.InputError, match=rf"there is no file '{given}': give the path of a GGUF file"):
+        locate(given)
+
+
+def test_a_name_may_be_misspelt(hub):
+    with pytest.raises(engine.InputError, match=r"'smollm' is no folder here.*; did you mean 'smollm2'\?"):
+        locate("smollm")
+
+
 def test_a_folder_is_a_model_where_it_has_a_configuration(tmp_path, monkeypatch):
     assert locate(engine.SHIPPED_MODEL) == str(engine.SHIPPED_MODEL)
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -125,7 +125,7 @@ def _check_installed() -> None:
 
 
 def _announce(name: str, url: str) -> None:
-    output.tell(f"Serving {name} at {url} (the page is there; the protocol is at /v1). Ctrl-C ends it.")
+    output.tell(f"Serving {name} at {url}\nA page to chat with is there, the protocol at /v1. Ctrl-C ends it.")
 
 
 def follow(generator: Generator, slots: int) -> None:
