@@ -18,6 +18,7 @@
 #include "attention/prompt.h"
 #include "attention/slots.h"
 #include "attention/work.h"
+#include "handles.h"
 
 namespace {
 
@@ -141,7 +142,7 @@ Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std:
   check_fit(work, part_of_row.size(), keys, values, mask);
   if (new_key) append(work, *new_key, *new_value, keys, values);
   read_common_slots(work);
-  Tensor out = torch::stable::new_empty(queries, {work.rows, queries.size(1), queries.size(2), work.out_width});
+  Tensor out = empty_floats({work.rows, queries.size(1), queries.size(2), work.out_width});
   read_rows(work, part_of_row, static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
@@ -240,6 +241,15 @@ Tensor layer_attention_in_python(const Tensor& query, const Tensor& key, const T
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// What one token of each row has found, [rows, heads, 1, width], as [rows, 1, heads, width].
+Tensor by_token(const Tensor& found) {
+  const int64_t heads = found.size(1), width = found.size(3);
+  const int64_t sizes[] = {found.size(0), 1, heads, width}, strides[] = {heads * width, heads * width, width, 1};
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(found.get(), 4, sizes, strides, 0, &handle));
+  return Tensor(handle);
+}
+
 // Attention of a compiled layer. query: [rows, heads, tokens, width]. key, value: of its new tokens, [rows, KV heads,
 // tokens, width]. Returns [rows, tokens, heads, width].
 //
@@ -250,8 +260,8 @@ Tensor layer_attention(Tensor query, Tensor key, Tensor value) {
   STD_TORCH_CHECK(open_step.next < open_step.layers.size(), "all of ", open_step.layers.size(),
                   " open layers are computed already");
   const OpenLayer& of = open_step.layers[open_step.next++];
-  const Tensor found = attend(query, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &key, &value);
-  return torch::stable::transpose(found, 1, 2);
+  STD_TORCH_CHECK(query.size(2) == 1, query.size(2), " tokens of a row in an open layer");
+  return by_token(attend(query, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &key, &value));
 }
 
 }  // namespace
@@ -277,4 +287,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CompositeExplicitAutograd, library) {
   library.impl("close_layers", TORCH_BOX(&close_layers));
+}
+
+extern "C" AOTITorchError aoti_torch_cpu_layer_attention(AtenTensorHandle query, AtenTensorHandle key,
+                                                         AtenTensorHandle value, AtenTensorHandle* out) {
+  return hand_over(layer_attention(shared(query), shared(key), shared(value)), out);
 }

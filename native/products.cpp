@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "handles.h"
 #include "products/blocks.h"
 #include "products/plain.h"
 
@@ -40,39 +41,33 @@ void compute(const Rows& rows, const std::vector<Any>& products) {
 
 constexpr int64_t most_rows = 512;  // at once: copies of more would take much memory
 
-int64_t rows_of(const Tensor& input) {
+int64_t rows_of(Borrowed input) {
   const int64_t width = input.size(input.dim() - 1);
   return width ? input.numel() / width : 0;
 }
 
-int64_t outs_of(const std::vector<Tensor>& weights) {
+int64_t outs_of(const std::vector<Borrowed>& weights) {
   int64_t outs = 0;
-  for (const Tensor& weight : weights) outs += weight.size(0);
+  for (Borrowed weight : weights) outs += weight.size(0);
   return outs;
 }
 
-void check_contiguous(const Tensor& of) {
+void check_contiguous(Borrowed of) {
   const int64_t last = of.dim() - 1;
   STD_TORCH_CHECK(of.size(last) == 1 || of.stride(last) == 1, "the width of inputs and weights has to be contiguous");
-}
-
-template <class Value>
-const Value* values_of(const Tensor& tensor) {
-  return static_cast<const Value*>(tensor.data_ptr());
 }
 
 // The outputs [..., all] for an input [..., width], by `compute_rows(rows, out)` for `at_once` rows or less. If there are
 // pieces for all threads, each computes some of them: its part of the input stays in the cache of its core.
 template <class Compute>
-Tensor product(const Tensor& input, int64_t all, int64_t at_once, Compute compute_rows) {
+Tensor product(Borrowed input, int64_t all, int64_t at_once, Compute compute_rows) {
   const int64_t axes = input.dim(), width = input.size(axes - 1), rows = rows_of(input);
   check_contiguous(input);
   STD_TORCH_CHECK(width > 0, "the input has a width of 0");
   STD_TORCH_CHECK(axes == 2 || input.is_contiguous(), "an input of more axes than two has to be contiguous");
-  const auto sizes_in = input.sizes();
-  std::vector<int64_t> sizes(sizes_in.begin(), sizes_in.end());
-  sizes.back() = all;
-  Tensor out = torch::stable::new_empty(input, sizes);
+  std::vector<int64_t> sizes(axes, all);
+  for (int64_t axis = 0; axis < axes - 1; axis++) sizes[axis] = input.size(axis);
+  const Tensor out = empty_floats(sizes);
   const int64_t stride = axes == 2 ? input.stride(0) : width, threads = torch::stable::get_num_threads();
   if (rows == 0) return out;
   int64_t pieces = (rows + at_once - 1) / at_once;
@@ -81,8 +76,8 @@ Tensor product(const Tensor& input, int64_t all, int64_t at_once, Compute comput
   const auto compute_some = [&](int64_t begin, int64_t end) {
     for (int64_t row = rows * begin / pieces, next; begin < end; row = next) {
       next = rows * ++begin / pieces;
-      const float* from = values_of<float>(input) + row * stride;
-      float* to = static_cast<float*>(out.data_ptr()) + row * all;
+      const float* from = input.values<float>() + row * stride;
+      float* to = Borrowed(out).values<float>() + row * all;
       compute_rows({from, next - row, width, stride, by_pieces ? 1 : threads}, to);
     }
   };
@@ -93,22 +88,22 @@ Tensor product(const Tensor& input, int64_t all, int64_t at_once, Compute comput
   return out;
 }
 
-void check_widths(const Tensor& input, const std::vector<Tensor>& weights) {
+void check_widths(Borrowed input, const std::vector<Borrowed>& weights) {
   const int64_t width = input.size(input.dim() - 1);
-  for (const Tensor& weight : weights) {
+  for (Borrowed weight : weights) {
     check_contiguous(weight);
     STD_TORCH_CHECK(weight.size(1) == width, "the inputs are ", width, " wide, and the weights ", weight.size(1));
   }
 }
 
-Tensor linears(Tensor input, std::vector<Tensor> weights) {
+Tensor linears_of(Borrowed input, const std::vector<Borrowed>& weights) {
   check_widths(input, weights);
   const int64_t all = outs_of(weights), width = input.size(input.dim() - 1);
   return product(input, all, most_rows, [&](const Rows& rows, float* out) {
     const std::unique_ptr<float[]> columns = columns_of(rows);
     std::vector<Product> products;
-    for (const Tensor& weight : weights) {
-      products.push_back({rows.values, values_of<float>(weight), out, rows.count, weight.size(0), width, rows.stride,
+    for (Borrowed weight : weights) {
+      products.push_back({rows.values, weight.values<float>(), out, rows.count, weight.size(0), width, rows.stride,
                           weight.stride(0), all, columns.get()});
       out += weight.size(0);
     }
@@ -116,24 +111,30 @@ Tensor linears(Tensor input, std::vector<Tensor> weights) {
   });
 }
 
-BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& factors) {
-  for (const Tensor& tensor : {codes, scales, factors})
+// factors: null for none.
+BlockCodes block_codes(Borrowed codes, Borrowed scales, const Borrowed* factors) {
+  for (Borrowed tensor : {codes, scales, factors ? *factors : codes})
     STD_TORCH_CHECK(tensor.is_contiguous(), "codes, scales and factors have to be contiguous");
   STD_TORCH_CHECK(codes.dim() == 3 && codes.size(2) % 64 == 0, "codes of blocks have three axes");
   const int64_t blocks = codes.size(0), groups = codes.size(1), bits = codes.size(2) / 64;
-  const auto are_of = [&](const Tensor& of, int64_t places) {
+  const auto are_of = [&](Borrowed of, int64_t places) {
     return of.dim() == 4 && of.size(0) == blocks && of.size(1) == places && of.size(3) == block_outs;
   };
-  STD_TORCH_CHECK(are_of(factors, groups) && (factors.size(2) == 0 || factors.size(2) == 2),
+  STD_TORCH_CHECK(!factors || (are_of(*factors, groups) && (factors->size(2) == 0 || factors->size(2) == 2)),
                   "codes and factors are of different blocks");
-  const bool has_factors = factors.size(2) == 2;
+  const bool has_factors = factors && factors->size(2) == 2;
   STD_TORCH_CHECK(!has_factors || groups % groups_of_scale == 0, "scales with factors are of 256 inputs");
   STD_TORCH_CHECK(are_of(scales, has_factors ? groups / groups_of_scale : groups), "scales are of different blocks");
   STD_TORCH_CHECK(scales.size(2) == 1 || scales.size(2) == 2, "an output has a scale, or a scale and a least value");
   const bool has_least = scales.size(2) == 2;
   STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits with scales of halves");
-  const int8_t* by = has_factors ? values_of<int8_t>(factors) : nullptr;
-  return {static_cast<int>(bits), values_of<uint8_t>(codes), values_of<uint16_t>(scales), by, blocks, groups, has_least};
+  const int8_t* by = has_factors ? factors->values<int8_t>() : nullptr;
+  return {static_cast<int>(bits), codes.values<uint8_t>(), scales.values<uint16_t>(), by, blocks, groups, has_least};
+}
+
+BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& factors) {
+  const Borrowed of_scales = factors;
+  return block_codes(Borrowed(codes), Borrowed(scales), &of_scales);
 }
 
 // With fewer rows the processor's other instructions are faster.
@@ -169,20 +170,26 @@ struct CodedInput {
   }
 };
 
-Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors,
-                     std::vector<Tensor> input_scales) {
+Tensor block_linears_of(Borrowed input, const std::vector<Borrowed>& codes, const std::vector<Borrowed>& scales,
+                        const std::vector<Borrowed>& factors, const std::vector<Borrowed>& input_scales) {
   const size_t count = codes.size();
-  STD_TORCH_CHECK(count && count == scales.size() && count == factors.size() && count == input_scales.size(),
-                  "weights have codes, scales, factors and scales of inputs");
+  const auto are_of_some = [&](const std::vector<Borrowed>& tensors) {
+    return tensors.empty() || tensors.size() == count;
+  };
+  STD_TORCH_CHECK(count && count == scales.size() && are_of_some(factors) && are_of_some(input_scales),
+                  "weights have codes and scales, and all or none of them factors and scales of inputs");
   const int64_t width = input.size(input.dim() - 1), groups = (width + block_inputs - 1) / block_inputs;
   std::vector<BlockCodes> weights;
+  std::vector<const float*> scales_of_inputs(count);
   for (size_t i = 0; i < count; i++) {
-    weights.push_back(block_codes(codes[i], scales[i], factors[i]));
+    weights.push_back(block_codes(codes[i], scales[i], factors.empty() ? nullptr : &factors[i]));
     STD_TORCH_CHECK(weights[i].groups == groups, "the inputs are ", width, " wide, and the weights ",
                     weights[i].groups * block_inputs);
-    const int64_t scaled = input_scales[i].numel();
-    STD_TORCH_CHECK(input_scales[i].is_contiguous() && (scaled == 0 || scaled == groups * block_inputs),
+    const int64_t scaled = input_scales.empty() ? 0 : input_scales[i].numel();
+    if (scaled == 0) continue;
+    STD_TORCH_CHECK(input_scales[i].is_contiguous() && scaled == groups * block_inputs,
                     "scales of ", scaled, " inputs, and weights for ", groups * block_inputs);
+    scales_of_inputs[i] = input_scales[i].values<float>();
   }
   const bool by_units = fit_units(rows_of(input));
   const int64_t at_once = by_units ? InputTiles::most_rows : BlockInput::most_rows;
@@ -193,8 +200,8 @@ Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor
     std::vector<BlockProduct> products;
     for (size_t i = 0; i < count; i++) {
       const CodedInput* of = unscaled;
-      if (input_scales[i].numel()) {
-        of = &inputs.emplace_back(ScaledRows(rows, values_of<float>(input_scales[i])).rows(), by_units);
+      if (scales_of_inputs[i]) {
+        of = &inputs.emplace_back(ScaledRows(rows, scales_of_inputs[i]).rows(), by_units);
       } else if (!of) {
         of = unscaled = &inputs.emplace_back(rows, by_units);
       }
@@ -207,10 +214,25 @@ Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor
 
 Tensor block_weights(Tensor codes, Tensor scales, Tensor factors) {
   const BlockCodes weights = block_codes(codes, scales, factors);
-  Tensor out = torch::stable::empty({weights.blocks * block_outs, weights.groups * block_inputs},
-                                    torch::headeronly::ScalarType::Float);
-  with_bits(weights.bits, [&](auto bits) { decode_blocks<bits>(weights, static_cast<float*>(out.data_ptr())); });
+  const Tensor out = empty_floats({weights.blocks * block_outs, weights.groups * block_inputs});
+  with_bits(weights.bits, [&](auto bits) { decode_blocks<bits>(weights, Borrowed(out).values<float>()); });
   return out;
+}
+
+Tensor block_rows(Tensor codes, Tensor scales, Tensor factors, Tensor outs) {
+  const BlockCodes weights = block_codes(codes, scales, factors);
+  const int64_t count = outs.numel(), width = weights.groups * block_inputs;
+  STD_TORCH_CHECK(outs.is_contiguous() && outs.scalar_type() == torch::headeronly::ScalarType::Long,
+                  "outputs are int64, and contiguous");
+  const int64_t* elements = Borrowed(outs).values<int64_t>();
+  for (int64_t i = 0; i < count; i++)
+    STD_TORCH_CHECK(elements[i] >= 0 && elements[i] < weights.blocks * block_outs, "output ", elements[i], " of ",
+                    weights.blocks * block_outs);
+  std::vector<int64_t> sizes(outs.dim() + 1, width);
+  for (int64_t axis = 0; axis < outs.dim(); axis++) sizes[axis] = outs.size(axis);
+  const Tensor rows = empty_floats(sizes);
+  with_bits(weights.bits, [&](auto bits) { decode_rows<bits>(weights, elements, count, Borrowed(rows).values<float>()); });
+  return rows;
 }
 
 void encode_weights(Tensor weight, Tensor codes, Tensor scales, Tensor factors) {
@@ -219,9 +241,16 @@ void encode_weights(Tensor weight, Tensor codes, Tensor scales, Tensor factors) 
   STD_TORCH_CHECK(weight.size(0) == blocks.blocks * block_outs && weight.size(1) == blocks.groups * block_inputs,
                   "weights of other blocks");
   with_bits(blocks.bits, [&](auto bits) {
-    encode_blocks<bits>(values_of<float>(weight), blocks.blocks, blocks.groups,
-                        static_cast<uint8_t*>(codes.data_ptr()), static_cast<uint16_t*>(scales.data_ptr()));
+    encode_blocks<bits>(Borrowed(weight).values<float>(), blocks.blocks, blocks.groups,
+                        Borrowed(codes).values<uint8_t>(), Borrowed(scales).values<uint16_t>());
   });
+}
+
+Tensor linears(Tensor input, std::vector<Tensor> weights) { return linears_of(input, borrowed(weights)); }
+
+Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors,
+                     std::vector<Tensor> input_scales) {
+  return block_linears_of(input, borrowed(codes), borrowed(scales), borrowed(factors), borrowed(input_scales));
 }
 
 bool matrix_units() { return has_matrix_units(); }
@@ -233,12 +262,13 @@ bool integer_products() { return BlockInput::has_integers; }
 // Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all].
 // weights: float32 [outs, width] with a contiguous width. codes, scales, factors: see `BlockCodes`, with no factors
 // [outs / 16, width / 32, 0, 16]. input_scales: float32 [width, filled up to groups of 32], or of no elements; inputs are
-// multiplied with them.
+// multiplied with them. Lists of factors and of scales of inputs are empty where no weights have any.
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
   library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors, Tensor[] input_scales) -> Tensor");
-  // In full, float32 [outs, width].
+  // In full, float32 [outs, width], and those of some outputs, int64 [...]: float32 [..., width].
   library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");
+  library.def("block_rows(Tensor codes, Tensor scales, Tensor factors, Tensor outs) -> Tensor");
   library.def("encode_weights(Tensor weight, Tensor(a!) codes, Tensor(b!) scales, Tensor factors) -> ()");
   library.def("matrix_units() -> bool");      // whether many rows are multiplied with codes by them
   library.def("integer_products() -> bool");  // whether few are as integers
@@ -253,5 +283,24 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("linears", TORCH_BOX(&linears));
   library.impl("block_linears", TORCH_BOX(&block_linears));
   library.impl("block_weights", TORCH_BOX(&block_weights));
+  library.impl("block_rows", TORCH_BOX(&block_rows));
   library.impl("encode_weights", TORCH_BOX(&encode_weights));
 }
+
+extern "C" {
+
+AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle input, const AtenTensorHandle* weights, int64_t count,
+                                      AtenTensorHandle* out) {
+  return hand_over(linears_of(input, borrowed(weights, count)), out);
+}
+
+AOTITorchError aoti_torch_cpu_block_linears(AtenTensorHandle input, const AtenTensorHandle* codes, int64_t of_codes,
+                                            const AtenTensorHandle* scales, int64_t of_scales,
+                                            const AtenTensorHandle* factors, int64_t of_factors,
+                                            const AtenTensorHandle* input_scales, int64_t of_input_scales,
+                                            AtenTensorHandle* out) {
+  return hand_over(block_linears_of(input, borrowed(codes, of_codes), borrowed(scales, of_scales),
+                                    borrowed(factors, of_factors), borrowed(input_scales, of_input_scales)), out);
+}
+
+}  // extern "C"

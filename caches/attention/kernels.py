@@ -8,6 +8,7 @@ prefetched. What a mask hides from a prompt is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import library
@@ -30,6 +31,13 @@ def _make_traceable() -> None:
 
 
 KERNELS = Operators("The fastest attention of many rows, long texts and prompts", _make_traceable)
+
+
+def c_functions() -> dict[Any, list[str]]:
+    """The operator that compiled code calls, with its C declaration: see native/dense_attention.cpp."""
+    tensor, out = "AtenTensorHandle", "AtenTensorHandle*"
+    declaration = f"AOTITorchError aoti_torch_cpu_layer_attention({tensor}, {tensor}, {tensor}, {out})"
+    return {torch.ops.kvengine.layer_attention.default: [declaration]}
 
 
 def attention(

@@ -5,6 +5,7 @@ There is one for each kind of processor, and the best that this one can run is l
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import threading
 from collections.abc import Callable
@@ -66,6 +67,7 @@ def _load() -> str | None:
     for path in _libraries():
         try:
             torch.ops.load_library(str(path))
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # compiled layers call its C functions
         except OSError as error:
             reason = f"{path.name} cannot be loaded ({error.__cause__ or error})"
         else:

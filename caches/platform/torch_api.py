@@ -5,9 +5,9 @@ All are in torch 2.11 to 2.13. `tests/unit/test_private_names.py` calls each of 
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Callable, Sequence
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
@@ -87,8 +87,16 @@ def state_without_hooks(module: nn.Module) -> dict[str, Any]:
     return {name: type(value)() if name.endswith("_hooks") else value for name, value in vars(module).items()}
 
 
-def compile_package(program: torch.export.ExportedProgram, path: str, change: Callable[[torch.fx.Graph], None]) -> None:
-    """Compile a program into an AOTInductor package without its constants. change: called with its graph before."""
+def compile_package(
+    program: torch.export.ExportedProgram,
+    path: str,
+    change: Callable[[torch.fx.Graph], None],
+    c_functions: dict[Any, list[str]],
+) -> None:
+    """Compile a program into an AOTInductor package without its constants. change: called with its graph before.
+
+    c_functions: for operators the C declaration of `aoti_torch_cpu_` and their name, which the code calls.
+    """
     from torch._inductor import aoti_compile_and_package  # slow to import
 
     # Without the second one, constants of up to 8 numbers are part of the code.
@@ -97,6 +105,7 @@ def compile_package(program: torch.export.ExportedProgram, path: str, change: Ca
     # On a new machine torch would compile tests of the processor's instructions, 8 s, and headers for later, 10 s: what
     # the processor has is known, and a package takes 1 s more without them.
     options |= {"cpp.vec_isa_ok": True, "aot_inductor.precompile_headers": False}
+    options["aot_inductor.custom_ops_to_c_shims"] = c_functions
     aoti_compile_and_package(program, package_path=path, inductor_configs=options)
 
 
@@ -114,26 +123,25 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def load_package(path: str, constants: Callable[[Sequence[str]], dict[str, torch.Tensor]]) -> Callable[..., Any]:
-    """The function of an AOTInductor package: from a list of tensors to one. Takes 3 ms; torch's public loader imports
-    the compiler.
+def load_package(path: str, constants: Sequence[Mapping[str, torch.Tensor]]) -> list[Callable[..., Any]]:
+    """For each set of constants the function of an AOTInductor package, from a list of tensors to one.
 
-    constants: the package's tensors for their names; they are read where they are, and have to be kept.
+    constants: the package's tensors by name, those that it does not have among them; they are read where they are, and
+    have to be kept. The functions share one library of 2 MB: torch's loader of packages makes copies.
     """
-    folders = _unpacked_packages()
-    loader = torch._C._aoti.AOTIModelPackageLoader(path, "model", False, 1, -1)
-    # The code is in memory. The loader removes its folder at its end, but not where the process is killed.
-    for folder in _unpacked_packages() - folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    loader.load_constants(constants(loader.get_constant_fqns()), False, False, user_managed=True)
-    return loader.run
-
-
-def _unpacked_packages() -> set[str]:
-    """The temporary folders of packages that this process has loaded, on Linux."""
-    maps = Path("/proc/self/maps")
-    text = maps.read_text() if maps.exists() else ""
-    return set(re.findall(r"(/[^\n]*/aotinductor_\w{6})/[^\n]*\.so$", text, re.MULTILINE))
+    functions = []
+    with tempfile.TemporaryDirectory(prefix="package-") as folder, zipfile.ZipFile(path) as package:
+        [library] = (member for member in package.namelist() if member.endswith(".so"))
+        for member in package.namelist():
+            if member.startswith(library.removesuffix(".so")):  # with what it reads about operators
+                (Path(folder) / Path(member).name).write_bytes(package.read(member))
+        for tensors in constants:
+            runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(Path(folder) / Path(library).name), 1)
+            names = runner.get_constant_names_to_original_fqns()
+            used = {name: tensors[path] for name, path in names.items()}
+            runner.update_constant_buffer(used, False, False, user_managed=True)
+            functions.append(runner.run)
+    return functions
 
 
 def module_call_code() -> CodeType:

@@ -97,16 +97,22 @@ class CompiledLayer:
         self.package, self._inputs = package_of(step), step.shapes
         return True
 
-    def load(self) -> None:
-        """Load the package and bind it to this layer's weights, without a copy of them. The operators that it calls
-        have to be there."""
-        self.step_call = None
-        self.weights = [tensor.detach() for tensor in self._present_weights()]
-        self._addresses = [tensor.data_ptr() for tensor in self.weights]
-        named = dict([*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()])
-        self._code = load_package(
-            str(self.package), lambda names: {name: named[name.removeprefix(LAYER)].detach() for name in names}
-        )
+    @staticmethod
+    def load(layers: Sequence[CompiledLayer]) -> None:
+        """Load the package of these layers and bind it to the weights of each, without a copy of them. The operators
+        that it calls have to be there."""
+        for layer in layers:
+            layer.step_call = None
+            layer.weights = [tensor.detach() for tensor in layer._present_weights()]
+            layer._addresses = [tensor.data_ptr() for tensor in layer.weights]
+        codes = load_package(str(layers[0].package), [layer._named_weights() for layer in layers])
+        for layer, code in zip(layers, codes, strict=True):
+            layer._code = code
+
+    def _named_weights(self) -> dict[str, torch.Tensor]:
+        """As they are called in the package."""
+        named = [*self.module.named_parameters(remove_duplicate=False), *self.module.named_buffers()]
+        return {f"{LAYER}{name}": tensor.detach() for name, tensor in named}
 
     @property
     def step_arguments(self) -> tuple[nn.Module, Call]:

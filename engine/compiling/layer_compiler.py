@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import subprocess
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -377,12 +378,15 @@ class _Set:
 
     def _load(self) -> None:
         KERNELS.or_error()  # its operator is what packages call for attention
+        by_package = defaultdict(list)
         for layer in self._layers:
+            by_package[layer.package].append(layer)
+        for package, layers in by_package.items():
             try:
-                layer.load()
+                CompiledLayer.load(layers)
             except Exception as error:
                 if not is_out_of_memory(error):
-                    layer.package.unlink(missing_ok=True)  # it is damaged: a later call builds it again
+                    package.unlink(missing_ok=True)  # it is damaged: a later call builds it again
                 raise
         self._check_hooks()
         self.phase = "compare"

@@ -30,19 +30,20 @@ from filelock import FileLock
 from torch import nn
 
 from caches.attention.kernels import KERNELS as ATTENTION_KERNELS
+from caches.attention.kernels import c_functions as attention_c_functions
 from caches.platform.machine import cache_folder, processor, write_atomically
 from caches.platform.torch_api import compile_package, state_without_hooks
 from caches.platform.undo import on_failure
 from engine.compiling.layer_step import Call, LayerStep, dynamic_shapes
 from engine.errors import OptionError
 from engine.kernels.linear_backend import RoutedLinears, Table, TracedLinear, active, changes
-from engine.kernels.linear_kernels import join_products, kernels
+from engine.kernels.linear_kernels import c_functions, join_products, kernels
 
 LAYER = "layer."  # before the names of the weights in a package
 Steps: TypeAlias = "Mapping[Path, tuple[nn.Module, Call]]"
 """By the path of the package the arguments of a `LayerStep`."""
 
-_FORMAT = 10  # of packages: those of other versions are ignored
+_FORMAT = 12  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _KEPT = 64  # elements: larger tensors come to the other process without their values
 
@@ -164,7 +165,7 @@ def _build(step: LayerStep, linears: Table | None, package: Path) -> None:
         raise ValueError(f"the layer uses tensors that are neither parameters nor buffers: {', '.join(unknown)}")
     building = package.with_suffix(f".{os.getpid()}.pt2")
     try:
-        compile_package(program, str(building), join_products)
+        compile_package(program, str(building), join_products, {**c_functions(), **attention_c_functions()})
         os.replace(building, package)
     finally:
         with suppress(OSError):

@@ -55,21 +55,24 @@ class BlockCodes(NamedTuple):
 
     def rows(self, outs: torch.Tensor) -> torch.Tensor:
         """The weights in full of the outputs `outs` [...], float32 [..., width]."""
+        if (operators := kernels()) is not None and self.codes.device.type == "cpu":
+            full: torch.Tensor = operators.block_rows(self.codes, self.scales, self.factors, outs.long().contiguous())
+            return self._of_scaled_inputs(full)
         block, place = outs // _OUTS, outs % _OUTS
         packed = self.codes.view(*self.codes.shape[:2], -1, _OUTS, 4)[block, :, :, place]  # [..., groups, 8 * bits, 4]
         lower, *upper = packed.flatten(-2).split([4 * width for width in _FIELDS[self.bits]], dim=-1)
         codes = unpacked(lower, _FIELDS[self.bits][0], run=4)
         for fields in upper:
             codes = codes | unpacked(fields, self.bits - 4, run=4) << 4
-        full = codes.float()  # [..., groups, 32]
+        values = codes.float()  # [..., groups, 32]
         scales = self.scales[block, :, :, place].float()  # [..., groups, 1 or 2]
         has_least = scales.shape[-1] == 2
         if self.factors.shape[2]:
             factors = self.factors[block, :, :, place].float()
             scales = (factors.unflatten(-2, (scales.shape[-2], -1)) * scales[..., None, :]).flatten(-3, -2)
         if has_least:
-            return self._of_scaled_inputs((full * scales[..., :1] + scales[..., 1:]).flatten(-2))
-        parts = (full - 2 ** (self.bits - 1)).unflatten(-1, (scales.shape[-1], -1))
+            return self._of_scaled_inputs((values * scales[..., :1] + scales[..., 1:]).flatten(-2))
+        parts = (values - 2 ** (self.bits - 1)).unflatten(-1, (scales.shape[-1], -1))
         return self._of_scaled_inputs((parts * scales[..., None]).flatten(-3))
 
     def _of_scaled_inputs(self, weights: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,21 @@ def join_products(graph: torch.fx.Graph) -> None:
     for nodes in groups.values():
         if len(nodes) > 1:
             _join(graph, nodes)
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in targets:
+            node.args = tuple(map(_without_empty, node.args))
+
+
+def c_functions() -> dict[Any, list[str]]:
+    """The operators that compiled code calls, with their C declarations: see native/products.cpp."""
+    tensor, tensors, out = "AtenTensorHandle", "const AtenTensorHandle*, int64_t", "AtenTensorHandle*"
+    lists = ", ".join([tensors] * 4)
+    return {
+        torch.ops.kvengine.linears.default: [f"AOTITorchError aoti_torch_cpu_linears({tensor}, {tensors}, {out})"],
+        torch.ops.kvengine.block_linears.default: [
+            f"AOTITorchError aoti_torch_cpu_block_linears({tensor}, {lists}, {out})"
+        ],
+    }
 
 
 def has_matrix_units() -> bool:
@@ -54,6 +69,7 @@ def _make_traceable() -> None:
     library.register_fake(torch.ops.kvengine.linears.default, _empty_product)
     library.register_fake(torch.ops.kvengine.block_linears.default, _empty_block_product)
     library.register_fake(torch.ops.kvengine.block_weights.default, _empty_weights)
+    library.register_fake(torch.ops.kvengine.block_rows.default, _empty_rows)
 
 
 def _products() -> list[Any]:
@@ -72,12 +88,16 @@ def _empty_block_product(
     factors: list[torch.Tensor],
     input_scales: list[torch.Tensor],
 ) -> torch.Tensor:
-    return input.new_empty(*input.shape[:-1], sum(some.shape[0] * some.shape[-1] for some in factors))
+    return input.new_empty(*input.shape[:-1], sum(some.shape[0] * 16 for some in codes))
 
 
 def _empty_weights(codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     blocks, groups, _, outs = factors.shape
     return codes.new_empty(blocks * outs, groups * 32, dtype=torch.float32)
+
+
+def _empty_rows(codes: torch.Tensor, scales: torch.Tensor, factors: torch.Tensor, outs: torch.Tensor) -> torch.Tensor:
+    return codes.new_empty(*outs.shape, codes.shape[1] * 32, dtype=torch.float32)
 
 
 def _weights(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -93,6 +113,12 @@ def _input(node: torch.fx.Node) -> object:
         torch.ops.aten.view.default,
     )
     return (view.args[0], str(view.args[1])) if is_view else view
+
+
+def _without_empty(argument: object) -> object:
+    """No list where all its tensors are empty: a step takes longer for each tensor that it has to look at."""
+    are_empty = isinstance(argument, list) and all(tensor.meta["val"].numel() == 0 for tensor in argument)
+    return [] if are_empty else argument
 
 
 def _is_given(tensor: torch.fx.Node) -> bool:

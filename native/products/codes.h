@@ -133,30 +133,47 @@ auto with_bits(int bits, Use use) {
 
 constexpr int middle_of(int bits) { return 1 << (bits - 1); }
 
+// The weights of a group for a vector of outputs.
+template <int bits>
+inline void decode_group(const BlockCodes& weights, int64_t block, int64_t group, int64_t vector,
+                         float values[block_inputs][lanes]) {
+  const uint8_t* codes = weights.codes + (block * weights.groups + group) * 64 * bits;
+  for (int quad = 0; quad < 8; quad++) {
+    const Words four = quad_of<bits>(codes, quad, vector);
+    const Lanes scale = weights.scale(block, group, weights.has_halves() && quad >= 4, vector);
+    const Lanes least = weights.has_least ? weights.scale(block, group, 1, vector) : Lanes{};
+    const float zero = weights.has_least ? 0 : middle_of(bits);
+    for (int byte = 0; byte < 4; byte++)
+      store((as_floats(four >> 8 * byte & 0xFF) - zero) * scale + least, values[quad * 4 + byte]);
+  }
+}
+
 // The weights of some blocks in full, float32 [16 * blocks, 32 * groups].
 template <int bits>
 void decode_blocks(const BlockCodes& weights, float* to) {
   const int64_t width = weights.groups * block_inputs;
   torch::stable::parallel_for(0, weights.blocks, 1, [&](int64_t begin, int64_t end) {
+    alignas(64) float values[block_inputs][lanes];
     for (int64_t block = begin; block < end; block++)
-      for (int64_t group = 0; group < weights.groups; group++) {
-        const uint8_t* codes = weights.codes + (block * weights.groups + group) * 64 * bits;
+      for (int64_t group = 0; group < weights.groups; group++)
         for (int64_t vector = 0; vector < vectors_of_block; vector++) {
-          alignas(64) float values[block_inputs][lanes];
-          for (int quad = 0; quad < 8; quad++) {
-            const Words four = quad_of<bits>(codes, quad, vector);
-            const Lanes scale = weights.scale(block, group, weights.has_halves() && quad >= 4, vector);
-            const Lanes least = weights.has_least ? weights.scale(block, group, 1, vector) : Lanes{};
-            const float zero = weights.has_least ? 0 : middle_of(bits);
-            for (int byte = 0; byte < 4; byte++)
-              store((as_floats(four >> 8 * byte & 0xFF) - zero) * scale + least, values[quad * 4 + byte]);
-          }
+          decode_group<bits>(weights, block, group, vector, values);
           float* row = to + (block * block_outs + vector * lanes) * width + group * block_inputs;
           for (int64_t lane = 0; lane < lanes; lane++, row += width)
             for (int64_t i = 0; i < block_inputs; i++) row[i] = values[i][lane];
         }
-      }
   });
+}
+
+// Those of some outputs, float32 [count, 32 * groups].
+template <int bits>
+void decode_rows(const BlockCodes& weights, const int64_t* outs, int64_t count, float* to) {
+  alignas(64) float values[block_inputs][lanes];
+  for (int64_t row = 0; row < count; row++)
+    for (int64_t group = 0, out = outs[row] % block_outs; group < weights.groups; group++) {
+      decode_group<bits>(weights, outs[row] / block_outs, group, out / lanes, values);
+      for (int64_t i = 0; i < block_inputs; i++) *to++ = values[i][out % lanes];
+    }
 }
 
 inline uint16_t float_as_half(float value) {

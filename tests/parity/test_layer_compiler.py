@@ -42,7 +42,11 @@ def test_other_models_and_processes_find_the_code(llama, monkeypatch):
 
 def test_code_that_computes_something_else_is_not_used(llama, monkeypatch, caplog):
     load = compiled_layer.load_package
-    monkeypatch.setattr(compiled_layer, "load_package", lambda *a: lambda tensors: [load(*a)(tensors)[0] * 1.01])
+
+    def wrong(*arguments):
+        return [lambda tensors, code=code: [code(tensors)[0] * 1.01] for code in load(*arguments)]
+
+    monkeypatch.setattr(compiled_layer, "load_package", wrong)
     with caplog.at_level("WARNING", "engine"):
         out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)
     assert torch.equal(out.sequences, reference(llama, prompt(2)))
@@ -60,7 +64,7 @@ def own_folder(llama, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("own_folder")
 def test_a_package_that_cannot_be_loaded_is_left_out(llama, monkeypatch):
     def fail(path, constants):
-        return constants(["constant of the compiler"])
+        return [tensors["constant of the compiler"] for tensors in constants]
 
     monkeypatch.setattr(compiled_layer, "load_package", fail)
     out = engine.Generator(llama, config=AUTO).generate(prompt(2), **GREEDY)

@@ -6,7 +6,6 @@ import copy
 import inspect
 import re
 import shutil
-import sys
 import tempfile
 import warnings
 from functools import cache
@@ -313,16 +312,17 @@ def package_computes():
     program, changed = torch.export.export(LINEAR, (torch.ones(2, 4),)), []
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler's own code
-        torch_api.compile_package(program, f"{folder}/linear.pt2", changed.append)
+        torch_api.compile_package(program, f"{folder}/linear.pt2", changed.append, {})
         weights = {"weight": LINEAR.weight.detach(), "bias": LINEAR.bias.detach()}
+        others = {name: 2 * tensor for name, tensor in weights.items()}
         with pytest.MonkeyPatch.context() as patched:
-            patched.setenv("TMPDIR", folder)
-            run = torch_api.load_package(f"{folder}/linear.pt2", lambda names: {name: weights[name] for name in names})
-        unpacked = list(Path(folder).glob("aotinductor_*")) if sys.platform == "linux" else []
+            patched.setattr(tempfile, "tempdir", folder)
+            codes = torch_api.load_package(f"{folder}/linear.pt2", [weights | {"unused": LINEAR.bias}, others])
+        unpacked = list(Path(folder).glob("package-*"))
+    inputs = torch.ones(2, 4)
     with torch.no_grad():
-        return (
-            len(changed) == 1 and not unpacked and torch.allclose(run([torch.ones(2, 4)])[0], LINEAR(torch.ones(2, 4)))
-        )
+        results = [code([inputs])[0] / scale for code, scale in zip(codes, (1, 2), strict=True)]
+        return len(changed) == 1 and not unpacked and all(torch.allclose(of, LINEAR(inputs)) for of in results)
 
 
 def hooks_are_found():
