@@ -60,23 +60,23 @@ def chat(**arguments: Any) -> None:
 
 
 def _parameters(
-    arguments: dict[str, Any], own: GenerationConfig | None = None, later: Mapping[str, object] | None = None
+    arguments: dict[str, Any], model_settings: GenerationConfig | None = None, later: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
-    """The generation parameters of every turn. own: the model's settings. later: what was given with /set."""
+    """The generation parameters of every turn. model_settings: the model's own. later: what was given with /set."""
     parameters = values.generation_parameters(arguments, later)
     if "max_length" not in parameters:
         parameters.setdefault("max_new_tokens", _TOKENS)
     if arguments["assistant_model"] is not None:
         parameters["assistant_model"] = arguments["assistant_model"]
-    return parameters if own is None else _chosen_by_default(parameters, own) | parameters
+    return parameters if model_settings is None else _chosen_by_default(parameters, model_settings) | parameters
 
 
-def _chosen_by_default(parameters: Mapping[str, object], own: GenerationConfig) -> dict[str, Any]:
+def _chosen_by_default(parameters: Mapping[str, object], model_settings: GenerationConfig) -> dict[str, Any]:
     """How tokens are chosen, as far as neither the parameters nor the model's settings say so."""
     asked = parameters.keys() & _CHOOSING - {"do_sample"} or parameters.get("do_sample") is False
-    if asked or any(getattr(own, name, None) is not None for name in _CHOOSING):
+    if asked or any(getattr(model_settings, name, None) is not None for name in _CHOOSING):
         return {}
-    has_values = any(getattr(own, name, None) is not None for name, row in PARAMETERS.items() if row.draws)
+    has_values = any(getattr(model_settings, name, None) is not None for name, row in PARAMETERS.items() if row.draws)
     return {"do_sample": True} if has_values else _SAMPLED
 
 
@@ -225,8 +225,8 @@ class Terminal:
             if text is None:
                 raise OptionError(f"/set {name}: give a value, or none to reset it")
             name, value = values.later_parameter(name, text)
-            own = self._generator.model.generation_config
-            parameters = _parameters(self._arguments, own, self._later | {name: value})
+            model_settings = self._generator.model.generation_config
+            parameters = _parameters(self._arguments, model_settings, self._later | {name: value})
             self._generator.chat(**parameters)  # raises as a turn would
             self._later[name], self._chat.parameters = value, parameters
         output.tell(self._parameters_line)
