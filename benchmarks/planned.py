@@ -4,8 +4,10 @@
     python benchmarks/planned.py --model smollm2 --seed 17
 
 Every seed draws a run: cache, strategy, rows, lengths, weights, chunks of the prompt. It has a process of its own, the
-copy of one with a model that is loaded and warm; what comes on top of that is measured. Prints a table, and one JSON
-line. Linux only, and on one thread, because others do not survive that a process is copied.
+copy of one with a model that is loaded and warm. What comes on top of that is measured, as resident memory: gaps that
+the allocator leaves between tensors count, room of a buffer that nothing was written to does not. "With weights" is
+what the process needs beside its libraries, for the model and the run. Prints a table, and one JSON line. Linux only,
+and on one thread, because others do not survive that a process is copied.
 """
 
 from __future__ import annotations
@@ -112,7 +114,8 @@ def taken_by(run: Run, name: str) -> dict[str, Any]:
     seeded = torch.Generator().manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (run.rows, run.prompt_tokens), generator=seeded)
     options = run.strategy | {"cache": run.cache, "cache_config": run.cache_config or None, "seed": 0}
-    generator.generate(ids[:1, :200], **options, max_new_tokens=4)  # tries the model, chooses kernels
+    # Tries the model, chooses kernels, loads what long runs load.
+    generator.generate(ids[:, :200], **options, max_new_tokens=run.new_tokens)
     before, of_files = resident(), status_bytes("RssFile:")
     forget_peak("cpu")
     out = generator.generate(ids, **options, max_new_tokens=run.new_tokens)

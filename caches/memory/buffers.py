@@ -45,7 +45,6 @@ class Buffer(ABC):
         self._memory: torch.Tensor | None = None  # flat, for at least `_room` slots
         self._shape: tuple[int, int, int] | None = None  # rows in use, heads, width
         self._room = 0  # slots that there is memory for
-        self._rows_room: int | None = None  # rows that there is memory for, if more than are in use
         self.device = torch.device("cpu")
         self.dtype = torch.float32
 
@@ -56,20 +55,19 @@ class Buffer(ABC):
         """(rows in use, heads, width); None while the buffer is not open."""
         return self._shape
 
-    def open(self, like: torch.Tensor, slots: int, rows: int | None = None) -> None:
+    def open(self, like: torch.Tensor, slots: int) -> None:
         """Become empty, with room for `slots` slots like those of `like` [rows, heads, any, width].
 
-        rows: have room for so many rows; None for those of `like`. Memory from an earlier `open` is reused if it is
-        large enough. Raises without changing anything.
+        Memory from an earlier `open` is reused if it is large enough. Raises without changing anything.
         """
         shape = (like.shape[0], like.shape[1], like.shape[3])
         fits = self._memory is not None and (self.device, self.dtype) == (like.device, like.dtype)
-        count = slots * (rows or shape[0]) * shape[1] * shape[2]
+        count = slots * math.prod(shape)
         if self._memory is None or not fits or self._memory.numel() < count:
             self.wait()
             self._memory = self._allocate(count, like.dtype, like.device, None)
         self.device, self.dtype, self._shape = like.device, like.dtype, shape
-        self._rows_room, self._room = rows, slots
+        self._room = slots
 
     def reserve(self, slots: int, keep: int) -> None:
         """Grow to `slots` slots and keep the first `keep`. Raises without changing anything."""
@@ -82,7 +80,7 @@ class Buffer(ABC):
         no memory for the smaller copy, nothing changes."""
         assert self._shape is not None
         assert self._memory is not None
-        count = slots * (self._rows_room or self._shape[0]) * self._shape[1] * self._shape[2]
+        count = self.numel(slots)
         if self._memory.numel() < _WORTH_SHRINKING * count:
             return
         self.wait()
@@ -97,7 +95,7 @@ class Buffer(ABC):
     def _have(self, slots: int, rows: int, keep: int) -> None:
         assert self._shape is not None
         assert self._memory is not None
-        count = slots * (self._rows_room or rows) * self._shape[1] * self._shape[2]
+        count = slots * rows * self._shape[1] * self._shape[2]
         if self._memory.numel() < count:
             self.wait()
             content = self._memory[: self.numel(keep)]

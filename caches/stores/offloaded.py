@@ -151,10 +151,8 @@ class OffloadedStore:
 
 
 class FixedOffloadedStore(OffloadedStore):
-    """An offloaded store of fixed size, allocated once for all rows that it may get."""
-
-    def _open(self, like: torch.Tensor) -> None:
-        self.buffer.open(like, self.timeline.room, self.timeline.max_rows)
+    """An offloaded store of fixed size. It has room for more rows once there are more: those that share a prefix need
+    none of their own."""
 
     def reset(self) -> None:
         self.buffer.close()

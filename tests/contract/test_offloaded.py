@@ -336,14 +336,13 @@ def test_models_of_few_layers(layers, monkeypatch):
 
 
 @pytest.mark.parametrize("new_buffer", [DeviceBuffer, HostBuffer, lambda: DiskBuffer(DiskFile())])
-@pytest.mark.parametrize("rows_room", [None, 5])
-def test_buffers(new_buffer, rows_room, monkeypatch):
+def test_buffers(new_buffer, monkeypatch):
     """Codes too: any data type, and rows rearranged in place in small pieces."""
     monkeypatch.setattr("caches.memory.buffers._CHUNK_BYTES", 40)
     buffer = new_buffer()
     assert buffer.shape is None
     held = torch.randint(0, 255, (3, 2, 9, 4), dtype=torch.uint8)
-    buffer.open(held, 10, rows_room)
+    buffer.open(held, 10)
     buffer.write(0, held)
     for index in ([2, 0, 1], [1, 1], [0, 1, 1, 0, 0], [4], [0, 0, 0]):
         twin, before = copy.deepcopy(buffer), held

@@ -172,6 +172,15 @@ def test_room_that_is_made_as_tokens_come_is_planned(cache):
     assert found.total_bytes >= known
 
 
+def test_room_of_rows_that_share_a_prefix_is_not_made_for_each():
+    model = tiny_model("llama")
+    alone, beams = (planned(model, 1, "offloaded_static", prompt=200, num_beams=count) for count in (1, 8))
+    assert beams.total_bytes <= 2 * alone.total_bytes
+    out = engine.generate(model, torch.ones(1, 200, dtype=torch.long), cache="offloaded_static", num_beams=8)
+    buffers = [buffer for layer in out.cache.layers for buffer in layer.offloaded_buffers()]
+    assert max(buffer.bytes for buffer in buffers) < 2 * 256 * 2 * 16 * 4  # of one row: slots, heads, width, float32
+
+
 @pytest.mark.parametrize(
     "options",
     [
