@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from caches.layers.quirks import read_layers
 from caches.platform.accelerate_hooks import is_dispatched
+from caches.platform.host_allocator import give_back_freed_memory
 from caches.platform.transformers_api import plan_name
 from caches.platform.warn_once import warn_once
 from engine.errors import OptionError
@@ -62,6 +63,7 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     _warn_of_rest(model, weights)
     warn_without_kernels()
     keep_data_type(model)
+    give_back_freed_memory()  # of the weights in full: gaps as large as the model would stay
 
 
 def linears_of(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.utils import find_adapter_config_file
 
+from caches.platform.host_allocator import give_back_freed_memory
 from caches.platform.out_of_memory import first_line, in_words, is_out_of_memory
 from caches.platform.torch_api import inside_compiled
 from caches.platform.warn_once import warn_once
@@ -65,7 +66,9 @@ def load(
     check_here(config.device_map)
     model, trust = _source(model)
     if "gguf_file" in trust and config.tp == 1:
-        return _load_gguf(Path(model, str(trust["gguf_file"])), tokenizer, dtype, config)
+        loaded = _load_gguf(Path(model, str(trust["gguf_file"])), tokenizer, dtype, config)
+        give_back_freed_memory()  # of the file's tensors
+        return loaded
     trust["trust_remote_code"] = config.trust_remote_code  # without a value, transformers asks on standard input
     remedy = (
         "which may not run by default: read that code, then load the model with Generator(..., "

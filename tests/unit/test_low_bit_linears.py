@@ -607,3 +607,27 @@ def test_a_cast_leaves_codes_and_scales(weights, is_tied, dtype):
     out = engine.generate(copied, prompt(), max_new_tokens=4, output_logits=True)
     expected = engine.generate(model, prompt(), max_new_tokens=1, output_logits=True)
     assert relative(out.logits[0].float(), expected.logits[0]) < 0.1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_the_weights_in_full_is_given_back():
+    code = """
+from pathlib import Path
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import engine
+from caches.platform.host_allocator import give_back_freed_memory
+
+def resident():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+model = LlamaForCausalLM(LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=12, vocab_size=64))
+in_full = sum(parameter.nbytes for parameter in model.parameters())
+generator = engine.Generator(model, config=engine.EngineConfig(weights="int8"))
+left = resident()
+give_back_freed_memory()
+print((left - resident()) / in_full)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert float(done.stdout) < 0.1
