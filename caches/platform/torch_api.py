@@ -5,6 +5,7 @@ All are in torch 2.11 to 2.13. `tests/unit/test_private_names.py` calls each of 
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +131,8 @@ def load_package(path: str, constants: Sequence[Mapping[str, torch.Tensor]]) -> 
     have to be kept. The functions share one library of 2 MB: torch's loader of packages makes copies.
     """
     functions = []
-    with tempfile.TemporaryDirectory(prefix="package-") as folder, zipfile.ZipFile(path) as package:
+    unpacked = tempfile.TemporaryDirectory(prefix="package-", ignore_cleanup_errors=True)
+    with unpacked as folder, zipfile.ZipFile(path) as package:
         [library] = (member for member in package.namelist() if member.endswith(".so"))
         for member in package.namelist():
             if member.startswith(library.removesuffix(".so")):  # with what it reads about operators
@@ -138,10 +140,19 @@ def load_package(path: str, constants: Sequence[Mapping[str, torch.Tensor]]) -> 
         for tensors in constants:
             runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(Path(folder) / Path(library).name), 1)
             names = runner.get_constant_names_to_original_fqns()
-            used = {name: tensors[path] for name, path in names.items()}
+            used = {name: _unowned(tensors[path]) for name, path in names.items()}
             runner.update_constant_buffer(used, False, False, user_managed=True)
             functions.append(runner.run)
     return functions
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same memory that does not keep it: torch never frees the tensors of a package's constants."""
+    if tensor.numel() == 0:
+        return tensor
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = (ctypes.c_byte * (elements * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def module_call_code() -> CodeType:

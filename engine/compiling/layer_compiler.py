@@ -385,7 +385,7 @@ class _Set:
             try:
                 CompiledLayer.load(layers)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if not (is_out_of_memory(error) or isinstance(error, OSError)):  # as of a full disk
                     package.unlink(missing_ok=True)  # it is damaged: a later call builds it again
                 raise
         self._check_hooks()

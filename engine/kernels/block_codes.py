@@ -56,7 +56,8 @@ class BlockCodes(NamedTuple):
     def rows(self, outs: torch.Tensor) -> torch.Tensor:
         """The weights in full of the outputs `outs` [...], float32 [..., width]."""
         if (operators := kernels()) is not None and self.codes.device.type == "cpu":
-            full: torch.Tensor = operators.block_rows(self.codes, self.scales, self.factors, outs.long().contiguous())
+            integers = outs if outs.is_floating_point() else outs.long()  # the operator refuses floats
+            full: torch.Tensor = operators.block_rows(self.codes, self.scales, self.factors, integers.contiguous())
             return self._of_scaled_inputs(full)
         block, place = outs // _OUTS, outs % _OUTS
         packed = self.codes.view(*self.codes.shape[:2], -1, _OUTS, 4)[block, :, :, place]  # [..., groups, 8 * bits, 4]

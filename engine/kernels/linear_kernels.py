@@ -40,7 +40,7 @@ def join_products(graph: torch.fx.Graph) -> None:
             _join(graph, nodes)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in targets:
-            node.args = tuple(map(_without_empty, node.args))
+            node.args = (*node.args[:3], *map(_without_empty, node.args[3:]))  # factors and scales of inputs
 
 
 def c_functions() -> dict[Any, list[str]]:

@@ -70,6 +70,8 @@ def why_damaged(file: Path) -> str | None:
 
     try:
         GGUFReader(file)
+    except (OSError, MemoryError):
+        return None
     except Exception as error:  # whatever the bytes happen to mean
         return f"its {file.stat().st_size:,} bytes are damaged or a part of a GGUF file ({in_words(error)})"
     return None

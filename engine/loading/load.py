@@ -234,9 +234,10 @@ def load_config(model: str | Path) -> PreTrainedConfig:
         "model that was loaded with Generator(..., config=EngineConfig(trust_remote_code=True))"
     )
     model, options = _source(model)
-    with _errors_in_one_line(model, remedy):
-        if "gguf_file" in options:
-            with settings_of(Path(model, str(options["gguf_file"]))) as settings:
+    file = Path(model, str(options["gguf_file"])) if "gguf_file" in options else None
+    with _errors_in_one_line(file or model, remedy):
+        if file is not None:
+            with settings_of(file) as settings:
                 return AutoConfig.from_pretrained(settings)
         return AutoConfig.from_pretrained(model, trust_remote_code=False, **options)
 
@@ -256,7 +257,8 @@ def _errors_in_one_line(model: str | Path, remedy: str) -> Iterator[None]:
         reason = first_line(error) if isinstance(error, _IN_WORDS) else in_words(error)
         if "ignore_mismatched_sizes" in reason:
             reason = "its weights have other shapes than its config.json says"
-        if (file := Path(model).expanduser()).suffix == GGUF and (damage := why_damaged(file)) is not None:
+        file = Path(model).expanduser()
+        if file.suffix == GGUF and file.is_file() and (damage := why_damaged(file)) is not None:
             reason = f"{damage}: copy or download it again"
         raise InputError(f"no model could be loaded from {str(model)!r}: {reason}") from error
 

@@ -47,11 +47,12 @@ def locate(model: str | Path) -> str:
         raise InputError(f"{str(model)!r} is a file: {_of_a_file(path)}")
     if model in _PACKAGES:
         return _packaged(str(model))
-    if path.suffix == GGUF:
+    is_path = isinstance(model, Path) or _looks_like_a_path(model)
+    if path.suffix == GGUF and (is_path or "/" not in str(model)):
         raise InputError(f"there is no file {str(model)!r}: give the path of a GGUF file, or of a folder with a model")
-    if isinstance(model, Path) or _looks_like_a_path(model):
+    if is_path:
         raise InputError(f"there is no folder {str(model)!r}: give the path of a folder with a model, or a hub id")
-    return _reachable(model)
+    return _reachable(str(model))
 
 
 def _packaged(name: str) -> str:

@@ -22,6 +22,7 @@ from encoder_decoders import tiny_encoder_decoder
 from gguf_files import write_gguf
 from places import ROOMS, ROOT
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import GenerationConfig, PrefixConstrainedLogitsProcessor, StoppingCriteriaList
 
 from caches.platform import torch_api, transformers_api
@@ -318,11 +319,17 @@ def package_computes():
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(tempfile, "tempdir", folder)
             codes = torch_api.load_package(f"{folder}/linear.pt2", [weights | {"unused": LINEAR.bias}, others])
+            freed = {"weight": torch.ones_like(LINEAR.weight), "bias": torch.ones_like(LINEAR.bias)}
+            bound = torch_api.load_package(f"{folder}/linear.pt2", [freed])
+            storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in freed.values()]
+            del freed
+            not_kept = len(bound) == 1 and all(storage.expired() for storage in storages)
         unpacked = list(Path(folder).glob("package-*"))
     inputs = torch.ones(2, 4)
     with torch.no_grad():
         results = [code([inputs])[0] / scale for code, scale in zip(codes, (1, 2), strict=True)]
-        return len(changed) == 1 and not unpacked and all(torch.allclose(of, LINEAR(inputs)) for of in results)
+        are_read = all(torch.allclose(result, LINEAR(inputs)) for result in results)
+    return len(changed) == 1 and not unpacked and are_read and not_kept
 
 
 def hooks_are_found():
