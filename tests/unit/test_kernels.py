@@ -1,5 +1,6 @@
 """Which library of kernels is loaded, what building one leaves behind, and what is made once per machine."""
 
+import copy
 import runpy
 import shutil
 import subprocess
@@ -85,7 +86,7 @@ def test_weights_in_few_bits_say_that_there_are_no_kernels(folder, has_others, c
     if has_others:
         (folder / library(native._kinds()[0], digest="0" * 12)).touch()
     config = engine.EngineConfig(weights="int8")
-    engine.Generator(tiny_model("llama"), config=config)
+    engine.Generator(copy.deepcopy(tiny_model("llama")), config=config)
     [warning] = [record.getMessage() for record in caplog.records if "decoded in every step" in record.getMessage()]
     assert ("of other sources" if has_others else "not built when it was installed") in warning
     assert "pip install --no-build-isolation" in warning
