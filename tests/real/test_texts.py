@@ -79,23 +79,24 @@ def file():
 
 
 @functools.cache
-def loaded() -> tuple[Any, Any]:
-    """The model, whose weights are decoded, and its tokenizer."""
+def loaded(dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """The model, whose weights are decoded, and its tokenizer. `model.to(dtype)` would round the frequencies of its
+    positions too: then its keys are not rotated as its configuration says."""
     pytest.importorskip("gguf")
-    return load(file(), None, engine.EngineConfig(weights="full"))
+    return load(file(), None, engine.EngineConfig(weights="full", dtype=str(dtype).removeprefix("torch.")))
 
 
 @functools.cache
 def theirs(dtype: torch.dtype) -> Any:
-    return copy.deepcopy(loaded()[0]).to(dtype)
+    return copy.deepcopy(loaded(dtype)[0])
 
 
 @functools.cache
 def generator(dtype: torch.dtype, weights: str) -> engine.Generator:
     if weights == "file":
         return engine.Generator(file())
-    model, tokenizer = loaded()
-    return engine.Generator(copy.deepcopy(model).to(dtype), tokenizer)
+    model, tokenizer = loaded(dtype)
+    return engine.Generator(copy.deepcopy(model), tokenizer)
 
 
 @functools.cache
