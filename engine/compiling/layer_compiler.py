@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import subprocess
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -378,12 +377,9 @@ class _Set:
 
     def _load(self) -> None:
         KERNELS.or_error()  # its operator is what packages call for attention
-        by_package = defaultdict(list)
-        for layer in self._layers:
-            by_package[layer.package].append(layer)
-        for package, layers in by_package.items():
+        for package in {layer.package for layer in self._layers}:
             try:
-                CompiledLayer.load(layers)
+                CompiledLayer.load([layer for layer in self._layers if layer.package == package])
             except Exception as error:
                 if not (is_out_of_memory(error) or isinstance(error, OSError)):  # as of a full disk
                     package.unlink(missing_ok=True)  # it is damaged: a later call builds it again
