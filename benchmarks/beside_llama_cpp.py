@@ -102,9 +102,11 @@ def prompt(generator: engine.Generator, question: str) -> torch.Tensor:
 
 
 def steps_ms(generators: dict[str, engine.Generator], peer: LlamaCpp, ids: torch.Tensor, new: int, runs: int) -> Any:
+    # Without a mask the padding token, which ends each message too, would be taken for padding.
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     without_end = dict(do_sample=False, eos_token_id=-1)
     engines = {
-        name: lambda new, one=generator: one.generate(ids, max_new_tokens=new, **without_end)
+        name: lambda new, one=generator: one.generate(inputs, max_new_tokens=new, **without_end)
         for name, generator in generators.items()
     }
     return decode_ms(engines | {"llama.cpp": lambda new: peer.generate(ids, new, Unnoted())}, new, runs)

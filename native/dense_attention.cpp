@@ -25,13 +25,13 @@ namespace {
 constexpr auto Float = torch::headeronly::ScalarType::Float, Bool = torch::headeronly::ScalarType::Bool;
 
 // The rows of a cache. layout: their number, and how many segments they have. Those are read in this order.
-Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Tensor* values, int64_t mask_slots) {
-  Part part{first, layout[0], keys[0].size(0)};
+Part part_of(int64_t first, const int64_t* layout, const Slots* keys, const Slots* values, int64_t mask_slots) {
+  Part part{first, layout[0], keys[0].rows};
   int64_t slots = 0;
-  for (int64_t i = 0; i < layout[1]; i++) slots += keys[i].size(2);
+  for (int64_t i = 0; i < layout[1]; i++) slots += keys[i].count;
   STD_TORCH_CHECK(mask_slots < 0 || slots <= mask_slots, "a mask of ", mask_slots, " slots for ", slots);
   for (int64_t i = 0, begin = mask_slots - slots; i < layout[1]; i++) {
-    const Segment segment{Slots(keys[i]), Slots(values[i]), begin};
+    const Segment segment{keys[i], values[i], begin};
     const bool is_own = segment.keys.rows == part.rows;
     STD_TORCH_CHECK(segment.keys.count == segment.values.count && segment.keys.rows == segment.values.rows &&
                       (is_own || (segment.keys.rows == part.prompts && part.rows % part.prompts == 0)),
@@ -43,68 +43,64 @@ Part part_of(int64_t first, const int64_t* layout, const Tensor* keys, const Ten
   return part;
 }
 
-void check_fit(const Work& work, int64_t rows, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+void check_fit(const Work& work, int64_t rows, const std::vector<Slots>& keys, const std::vector<Slots>& values,
                const std::optional<Tensor>& mask) {
   STD_TORCH_CHECK(rows == work.rows, "queries of ", work.rows, " rows for caches of ", rows);
-  for (const Tensor& of : keys)
-    STD_TORCH_CHECK(of.size(1) == work.heads && of.size(3) == work.width, "keys that do not fit the queries");
-  for (const Tensor& of : values)
-    STD_TORCH_CHECK(of.size(1) == work.heads && of.size(3) == work.out_width, "values that do not fit the queries");
+  for (const Slots& of : keys)
+    STD_TORCH_CHECK(of.heads == work.heads && of.width == work.width, "keys that do not fit the queries");
+  for (const Slots& of : values)
+    STD_TORCH_CHECK(of.heads == work.heads && of.width == work.out_width, "values that do not fit the queries");
   const int64_t sizes[] = {work.rows, work.heads, work.each};
   for (int64_t axis = 0; mask && axis < 3; axis++)
     STD_TORCH_CHECK(mask->size(axis) == 1 || mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
 }
 
-void check_segments(const Tensor& queries, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+void check_segments(Borrowed queries, const std::vector<Slots>& keys, const std::vector<Slots>& values,
                     const std::vector<int64_t>& parts, const std::optional<Tensor>& mask) {
   size_t segments = 0;
   bool are_counts = parts.size() % 2 == 0 && !parts.empty();
   for (size_t i = 1; are_counts && i < parts.size(); i += 2) are_counts = parts[i] > 0, segments += parts[i];
   STD_TORCH_CHECK(are_counts && segments == keys.size() && segments == values.size(), keys.size(),
                   " segments of keys and ", values.size(), " of values, which are not those of the caches");
-  bool are_floats = queries.scalar_type() == Float && (!mask || mask->scalar_type() == Float);
-  for (const auto* of : {&keys, &values})
-    for (const Tensor& one : *of) are_floats = are_floats && one.scalar_type() == Float;
-  STD_TORCH_CHECK(are_floats, "tensors of another data type than float32");
+  STD_TORCH_CHECK(queries.is_float() && (!mask || Borrowed(*mask).is_float()), not_floats);
 }
 
-// Copies the rows of `from` [rows, heads, 1, width] that begin at `first` to the last slots of `to`.
-void copy_last(const Tensor& from, int64_t first, const Tensor& to) {
-  int64_t sizes[4], out_of[4], into[4];  // asking a tensor takes longer than copying a number
-  for (int64_t axis = 0; axis < 4; axis++)
-    sizes[axis] = to.size(axis), out_of[axis] = from.stride(axis), into[axis] = to.stride(axis);
-  const float* source = static_cast<const float*>(from.const_data_ptr()) + first * out_of[0];
-  float* target = static_cast<float*>(to.mutable_data_ptr()) + (sizes[2] - 1) * into[2];
-  for (int64_t row = 0; row < sizes[0]; row++)
-    for (int64_t head = 0; head < sizes[1]; head++)
-      for (int64_t i = 0; i < sizes[3]; i++)
-        target[row * into[0] + head * into[1] + i] = source[row * out_of[0] + head * out_of[1] + i * out_of[3]];
+// Copies the rows of `from` [rows, heads, 1, width] that begin at `first` to the last slots of an open segment.
+void copy_last(Borrowed from, int64_t first, const Slots& to) {
+  int64_t out_of[4];  // asking a tensor takes longer than copying a number
+  for (int64_t axis = 0; axis < 4; axis++) out_of[axis] = from.stride(axis);
+  const float* source = from.values<float>() + first * out_of[0];
+  float* target = const_cast<float*>(to.data) + (to.count - 1) * to.stride;
+  for (int64_t row = 0; row < to.rows; row++)
+    for (int64_t head = 0; head < to.heads; head++)
+      for (int64_t i = 0; i < to.width; i++)
+        target[row * to.of_row + head * to.of_head + i] = source[row * out_of[0] + head * out_of[1] + i * out_of[3]];
 }
 
-void append(const Work& work, const Tensor& key, const Tensor& value, const std::vector<Tensor>& keys,
-            const std::vector<Tensor>& values) {
-  for (const auto& [one, width] : {std::pair(&key, work.width), std::pair(&value, work.out_width)})
-    STD_TORCH_CHECK(one->size(0) == work.rows && one->size(1) == work.heads && one->size(2) == 1 &&
-                      one->size(3) == width && one->scalar_type() == Float,
-                    "new keys or values of ", one->size(0), " rows, ", one->size(1), " heads of size ", one->size(3),
+void append(const Work& work, Borrowed key, Borrowed value, const std::vector<Slots>& keys,
+            const std::vector<Slots>& values) {
+  for (const auto& [added, width] : {std::pair(key, work.width), std::pair(value, work.out_width)})
+    STD_TORCH_CHECK(added.size(0) == work.rows && added.size(1) == work.heads && added.size(2) == 1 &&
+                      added.size(3) == width && added.is_float(),
+                    "new keys or values of ", added.size(0), " rows, ", added.size(1), " heads of size ", added.size(3),
                     " in caches of ", work.rows, " rows, ", work.heads, " heads of size ", width, " in float32");
   std::vector<size_t> last;
   for (const Part& part : work.parts) {
     last.push_back((last.empty() ? -1 : last.back()) + part.common.size() + part.own.size());
-    STD_TORCH_CHECK(keys[last.back()].size(0) == part.rows && keys[last.back()].size(2) > 0,
+    STD_TORCH_CHECK(keys[last.back()].rows == part.rows && keys[last.back()].count > 0,
                     "a cache of ", part.rows, " rows without a slot for the new token of each");
   }
   for (size_t i = 0; i < last.size(); i++)
-    for (const auto& [from, to] : {std::pair(&key, &keys[last[i]]), std::pair(&value, &values[last[i]])})
-      copy_last(*from, work.parts[i].first, *to);
+    for (const auto& [from, to] : {std::pair(key, keys[last[i]]), std::pair(value, values[last[i]])})
+      copy_last(from, work.parts[i].first, to);
 }
 
 // The queries, times `scale`.
-std::vector<float> scaled(const Tensor& queries, float scale) {
+std::vector<float> scaled(Borrowed queries, float scale) {
   int64_t sizes[4], strides[4];
   for (int64_t axis = 0; axis < 4; axis++) sizes[axis] = queries.size(axis), strides[axis] = queries.stride(axis);
   std::vector<float> found(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
-  const float* data = static_cast<const float*>(queries.const_data_ptr());
+  const float* data = queries.values<float>();
   float* to = found.data();
   for (int64_t row = 0; row < sizes[0]; row++)
     for (int64_t head = 0; head < sizes[1]; head++)
@@ -119,16 +115,16 @@ std::vector<float> scaled(const Tensor& queries, float scale) {
 // keys. parts: for each cache, whose rows follow one another, the number of its rows and of its segments. keys, values:
 // of each segment, [rows or prompts of its cache, KV heads, slots, width]; as many consecutive rows share those of each
 // prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots] or 1 where it is the
-// same for all, the last slots of each row. All widths are multiples of 8. Returns [rows, heads, tokens, width of a
-// value]. new_key, new_value: see `layer_attention`; null for none.
-Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
-              const std::vector<int64_t>& parts, const std::optional<Tensor>& mask, double scale, const Tensor* new_key,
-              const Tensor* new_value) {
+// same for all, the last slots of each row. All widths are multiples of 8. new_key, new_value: see `layer_attention`;
+// null for none. Returns [rows, heads, tokens, width of a value]; by_token: of one token, [rows, 1, heads, ...].
+Tensor attend(Borrowed queries, const std::vector<Slots>& keys, const std::vector<Slots>& values,
+              const std::vector<int64_t>& parts, const std::optional<Tensor>& mask, double scale,
+              const Borrowed* new_key = nullptr, const Borrowed* new_value = nullptr, bool by_token = false) {
   check_segments(queries, keys, values, parts, mask);
-  const int64_t heads = keys[0].size(1), asked = queries.size(1) * queries.size(2);
+  const int64_t heads = keys[0].heads, asked = queries.size(1) * queries.size(2);
   STD_TORCH_CHECK(asked % heads == 0, asked, " queries of a row for ", heads, " heads");
   const std::vector<float> of_queries = scaled(queries, scale);
-  Work work{of_queries.data(), nullptr, queries.size(0), heads, asked / heads, queries.size(3), values[0].size(3)};
+  Work work{of_queries.data(), nullptr, queries.size(0), heads, asked / heads, queries.size(3), values[0].width};
   if (mask) {
     work.mask = static_cast<const float*>(mask->const_data_ptr());
     for (int64_t axis = 0; axis < 4; axis++) work.mask_strides[axis] = mask->size(axis) == 1 ? 0 : mask->stride(axis);
@@ -142,14 +138,15 @@ Tensor attend(const Tensor& queries, const std::vector<Tensor>& keys, const std:
   check_fit(work, part_of_row.size(), keys, values, mask);
   if (new_key) append(work, *new_key, *new_value, keys, values);
   read_common_slots(work);
-  Tensor out = empty_floats({work.rows, queries.size(1), queries.size(2), work.out_width});
-  read_rows(work, part_of_row, static_cast<float*>(out.mutable_data_ptr()));
+  const int64_t of_heads = queries.size(1), tokens = queries.size(2);
+  Tensor out = empty_floats({work.rows, by_token ? tokens : of_heads, by_token ? of_heads : tokens, work.out_width});
+  read_rows(work, part_of_row, Borrowed(out).values<float>());
   return out;
 }
 
 Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
                        std::optional<Tensor> mask, double scale) {
-  return attend(queries, keys, values, parts, mask, scale, nullptr, nullptr);
+  return attend(queries, {keys.begin(), keys.end()}, {values.begin(), values.end()}, parts, mask, scale);
 }
 
 // Attention of several tokens per row. query: [rows, heads, tokens, width]. key, value: [rows, KV heads, slots, width],
@@ -188,10 +185,11 @@ void prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tens
 
 // What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread.
 struct OpenLayer {
-  std::vector<Tensor> keys, values;
+  std::vector<Slots> keys, values;
   double scale;
 };
 struct OpenStep {
+  std::vector<Tensor> tensors;  // that the slots are in
   std::vector<OpenLayer> layers;
   std::vector<int64_t> parts;  // of every layer
   std::optional<Tensor> mask;
@@ -202,28 +200,52 @@ thread_local OpenStep open_step;
 void close_layers() { open_step = {}; }
 
 bool can_be_read(const Tensor& one) {
-  return one.dim() == 4 && one.scalar_type() == Float && one.is_cpu() && one.size(3) % 8 == 0 && one.stride(3) == 1;
+  return one.dim() == 4 && Borrowed(one).is_float() && one.is_cpu() && one.size(3) % 8 == 0 && one.stride(3) == 1;
 }
 
-// keys, values: of one layer after the other, as for `dense_attention`, and the last slots of the last segment of each
-// cache are not written yet: `layer_attention` writes them. parts: of every layer. mask: of all slots of the longest
-// cache. scales: one for each layer. Returns whether `layer_attention` can attend to them; otherwise nothing is open.
-bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
-                 std::optional<Tensor> mask, std::vector<double> scales) {
+// The slots of the longest cache.
+int64_t most_slots(const std::vector<Slots>& segments, const std::vector<int64_t>& parts) {
+  int64_t most = 0;
+  for (size_t i = 1, segment = 0; i < parts.size(); i += 2) {
+    int64_t slots = 0;
+    for (size_t end = segment + parts[i]; segment < end && segment < segments.size(); segment++)
+      slots += segments[segment].count;
+    most = std::max(most, slots);
+  }
+  return most;
+}
+
+bool fits(const Tensor& mask, const OpenLayer& layer, const std::vector<int64_t>& parts) {
+  return mask.dim() == 4 && mask.size(1) == 1 && mask.size(2) == 1 && mask.size(3) == most_slots(layer.keys, parts);
+}
+
+// keys, values: the memory of one layer's segments after the other's. spans: of each segment the first slot and the one
+// after its last. The last slots of the last segment of each cache are not written yet: `layer_attention` writes them.
+// parts: of every layer, see `attend`. mask: of all slots of the longest cache. scales: one for each layer, NaN for
+// width**-0.5. Returns whether `layer_attention` can attend to them; otherwise nothing is open.
+bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> spans,
+                 std::vector<int64_t> parts, std::optional<Tensor> mask, std::vector<double> scales) {
   close_layers();
-  for (const auto* of : {&keys, &values})
-    for (const Tensor& one : *of)
-      if (!can_be_read(one)) return false;
   STD_TORCH_CHECK(!scales.empty() && values.size() == keys.size() && keys.size() % scales.size() == 0, keys.size(),
                   " segments of keys and ", values.size(), " of values, which are not those of ", scales.size(),
                   " layers");
+  STD_TORCH_CHECK(spans.size() == 2 * keys.size(), "spans of ", spans.size() / 2, " segments");
   const size_t segments = keys.size() / scales.size();
-  OpenStep step{{}, std::move(parts), std::move(mask)};
-  for (size_t layer = 0; layer < scales.size(); layer++) {
-    const size_t at = layer * segments;
-    step.layers.push_back({{keys.begin() + at, keys.begin() + at + segments},
-                           {values.begin() + at, values.begin() + at + segments}, scales[layer]});
+  OpenStep step{{}, {}, std::move(parts), std::move(mask)};
+  for (size_t at = 0; at < keys.size(); at++) {
+    if (!can_be_read(keys[at]) || !can_be_read(values[at])) return false;
+    if (at % segments == 0) {
+      const double scale = scales[at / segments], width = keys[at].size(3);
+      step.layers.push_back({{}, {}, std::isnan(scale) ? 1 / std::sqrt(width) : scale});
+    }
+    step.layers.back().keys.emplace_back(keys[at], spans[2 * at], spans[2 * at + 1]);
+    step.layers.back().values.emplace_back(values[at], spans[2 * at], spans[2 * at + 1]);
   }
+  if (step.mask)
+    for (const OpenLayer& layer : step.layers)
+      if (!fits(*step.mask, layer, step.parts)) return false;
+  step.tensors = std::move(keys);
+  step.tensors.insert(step.tensors.end(), values.begin(), values.end());
   open_step = std::move(step);
   return true;
 }
@@ -241,27 +263,23 @@ Tensor layer_attention_in_python(const Tensor& query, const Tensor& key, const T
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// What one token of each row has found, [rows, heads, 1, width], as [rows, 1, heads, width].
-Tensor by_token(const Tensor& found) {
-  const int64_t heads = found.size(1), width = found.size(3);
-  const int64_t sizes[] = {found.size(0), 1, heads, width}, strides[] = {heads * width, heads * width, width, 1};
-  AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(found.get(), 4, sizes, strides, 0, &handle));
-  return Tensor(handle);
-}
-
 // Attention of a compiled layer. query: [rows, heads, tokens, width]. key, value: of its new tokens, [rows, KV heads,
 // tokens, width]. Returns [rows, tokens, heads, width].
 //
 // Open layers are computed in their order: the slots that are not written yet take the key and value of the one token of
 // each row first. What does not fit is not written. Where no layer is open, the package `engine` computes it in Python.
-Tensor layer_attention(Tensor query, Tensor key, Tensor value) {
-  if (open_step.layers.empty()) return layer_attention_in_python(query, key, value);
+Tensor layer_attention_of(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value) {
+  if (open_step.layers.empty()) return layer_attention_in_python(shared(query), shared(key), shared(value));
   STD_TORCH_CHECK(open_step.next < open_step.layers.size(), "all of ", open_step.layers.size(),
                   " open layers are computed already");
   const OpenLayer& of = open_step.layers[open_step.next++];
-  STD_TORCH_CHECK(query.size(2) == 1, query.size(2), " tokens of a row in an open layer");
-  return by_token(attend(query, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &key, &value));
+  const Borrowed asked = query, new_key = key, new_value = value;
+  STD_TORCH_CHECK(asked.size(2) == 1, asked.size(2), " tokens of a row in an open layer");
+  return attend(asked, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &new_key, &new_value, true);
+}
+
+Tensor layer_attention(Tensor query, Tensor key, Tensor value) {
+  return layer_attention_of(query.get(), key.get(), value.get());
 }
 
 }  // namespace
@@ -275,7 +293,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvengine, library) {
   library.def(
     "prompt_attention(Tensor query, Tensor key, Tensor value, Tensor? mask, float scale, Tensor(a!) out) -> ()");
   library.def(
-    "open_layers(Tensor(a!)[] keys, Tensor(b!)[] values, int[] parts, Tensor? mask, float[] scales) -> bool");
+    "open_layers(Tensor(a!)[] keys, Tensor(b!)[] values, int[] spans, int[] parts, Tensor? mask, float[] scales)"
+    " -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
@@ -291,5 +310,5 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CompositeExplicitAutograd, library) {
 
 extern "C" AOTITorchError aoti_torch_cpu_layer_attention(AtenTensorHandle query, AtenTensorHandle key,
                                                          AtenTensorHandle value, AtenTensorHandle* out) {
-  return hand_over(layer_attention(shared(query), shared(key), shared(value)), out);
+  return hand_over(layer_attention_of(query, key, value), out);
 }

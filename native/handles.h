@@ -24,6 +24,12 @@ class Borrowed {
     return is;
   }
 
+  bool is_float() const {
+    int32_t type;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &type));
+    return type == aoti_torch_dtype_float32();
+  }
+
   template <class Value>
   Value* values() const {
     void* data;

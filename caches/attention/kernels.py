@@ -8,12 +8,13 @@ prefetched. What a mask hides from a prompt is left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import torch
 from torch import library
 
-from caches.attention.segments import CacheRows, KeysAndValues
+from caches.attention.segments import CacheRows, OpenRows
 from caches.platform.native import Operators
 
 _IS_FASTER = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # for prompts, measured on these
@@ -93,35 +94,36 @@ def prompt_attention(
     return output
 
 
-def open_layers(layers: Sequence[KeysAndValues], mask: torch.Tensor | None, scales: Sequence[float | None]) -> bool:
+def open_layers(
+    layers: Sequence[Sequence[OpenRows]], mask: torch.Tensor | None, scales: Sequence[float | None]
+) -> bool:
     """Let the operator `layer_attention` compute these layers of a step, in their order, until `close_layers`.
 
     It computes attention of one new token per row, and writes its key and value to the last slot of its row first.
     Returns whether the kernel can do that.
 
-    layers: of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or None. scales: of each
-    layer, see `attention`. The operator: from query [rows, heads, 1, width], key and value [rows, KV heads, 1, width]
-    to [rows, 1, heads, width].
+    layers: of each layer the rows of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or
+    None. scales: of each layer, see `attention`. The operator: from query [rows, heads, 1, width], key and value
+    [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
-    keys, values, of_first = list[torch.Tensor](), list[torch.Tensor](), list[int]()
+    keys, values, spans, of_first = list[torch.Tensor](), list[torch.Tensor](), list[int](), list[int]()
     for layer in layers:
-        tensors = _tensors_of(*layer)
-        if tensors is None or tensors[2] != (of_first or tensors[2]):
+        counts = list[int]()
+        for rows in layer:
+            counts += rows.rows, len(rows.segments)
+            for of_keys, of_values, begin, end in rows.segments:
+                keys.append(of_keys)
+                values.append(of_values)
+                spans += begin, end
+        if counts != (of_first or counts):
             return False
-        keys += tensors[0]
-        values += tensors[1]
-        of_first = tensors[2]
+        of_first = counts
     are_plain = _can_be_read(keys[0]) and all(type(tensor) is torch.Tensor for tensor in (*keys, *values))
     if not (are_plain and _can_compute(*keys, *values)):
         return False
-    if mask is not None and not (
-        mask.ndim == 4 and all(mask.shape[1:] == (1, 1, most_slots(of_keys)) for of_keys, _ in layers)
-    ):
-        return False
     added = None if mask is None else to_add(mask, torch.float32).float()
-    by_layer = [of_keys[0].shape[3] ** -0.5 if scale is None else scale
-                for (of_keys, _), scale in zip(layers, scales, strict=True)]  # fmt: skip
-    opened: bool = KERNELS.or_error().open_layers(keys, values, of_first, added, by_layer)
+    by_layer = [nan if scale is None else scale for scale in scales]
+    opened: bool = KERNELS.or_error().open_layers(keys, values, spans, of_first, added, by_layer)
     return opened
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -172,8 +172,22 @@ class CacheRows(NamedTuple):
             begin += segment.slots
 
 
-KeysAndValues: TypeAlias = tuple[Sequence[CacheRows], Sequence[CacheRows]]
-"""What attention of a layer reads of one cache or of several."""
+class OpenRows(NamedTuple):
+    """What attention of a layer reads of the rows of one cache, in a step that has not written their last slots yet.
+
+    segments: keys and values, [rows or prompts, heads, slots, width], with the first slot and the one after the last.
+    They follow one another; consecutive rows share those of a prompt, which come first.
+    """
+
+    segments: Sequence[tuple[torch.Tensor, torch.Tensor, int, int]]
+
+    @property
+    def rows(self) -> int:
+        return self.segments[-1][0].shape[0]
+
+    @property
+    def slots(self) -> int:
+        return sum(end - begin for _, _, begin, end in self.segments)
 
 
 def group_rows(of_rows: torch.Tensor, rows_per_prefix: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from caches.attention.kv_view import plain
-from caches.attention.segments import KeysAndValues
+from caches.attention.segments import OpenRows
 from caches.core.classic_layer import ClassicLayer
 from caches.core.wrapped_layer import WrappedLayer
 from caches.errors import UnsupportedLayerError
@@ -66,7 +66,7 @@ class Layer(ClassicLayer):
         self._is_reached = True
         return self.stores["keys"].append(keys), self.stores["values"].append(values)
 
-    def open_slots(self) -> KeysAndValues | None:
+    def open_slots(self) -> OpenRows | None:
         """Of its keys and values."""
         return open_slots(self.stores["keys"], self.stores["values"])
 

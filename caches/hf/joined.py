@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from caches.attention.kernels import most_slots
 from caches.attention.kv_view import KeyValueView, rows_of
-from caches.attention.segments import CacheRows, KeysAndValues
+from caches.attention.segments import OpenRows
 from caches.errors import StepError
 from caches.hf.cache import Cache
 from caches.layers.layer_spec import INDEX, MODEL_SPECIFIC, LayerSpec
@@ -94,16 +94,15 @@ class JoinedCaches(TransformersCache, AttentionView):
             KeyValueView(values, value_states, is_visible=is_visible),
         )
 
-    def open_slots(self, layer_idx: int) -> KeysAndValues | None:
+    def open_slots(self, layers: Sequence[int]) -> list[Sequence[OpenRows]] | None:
         """See `Cache.open_slots`."""
-        keys, values = list[CacheRows](), list[CacheRows]()
+        by_cache = list[list[Sequence[OpenRows]]]()
         for cache in self.parts:
-            slots = cache.open_slots(layer_idx)
-            if slots is None:
+            rows = cache.open_slots(layers)
+            if rows is None:
                 return None
-            keys += slots[0]
-            values += slots[1]
-        return keys, values
+            by_cache.append(rows)
+        return [[rows for [rows] in of_layer] for of_layer in zip(*by_cache, strict=True)]
 
     def are_visible(self, layer_idx: int, slots: int) -> bool:
         """Whether a new token attends to all of at most so many slots."""

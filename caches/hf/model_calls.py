@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from caches.attention.segments import KeysAndValues
+from caches.attention.segments import OpenRows
 from caches.core.implicit_steps import ImplicitSteps
 from caches.core.layer import Layer
 from caches.core.layer_stack import LayerStack
@@ -95,13 +95,20 @@ class ModelCalls(ClassicNames):
         self._reached(layer_idx, KV)
         return keys_and_values
 
-    def open_slots(self, layer_idx: int) -> KeysAndValues | None:
-        """What a layer's attention reads in a step of one token, after `begin`; None where `update` does more than
-        write its last slots, or was replaced."""
-        layer = self.stack.layer(layer_idx, KV)
+    def open_slots(self, layers: Sequence[int]) -> list[Sequence[OpenRows]] | None:
+        """What attention of these layers reads of each cache, here one, in a step of one token, after `begin`; None
+        where `update` does more than write their last slots, or was replaced."""
         is_own = type(self).update is _OWN_UPDATE and "update" not in vars(self)
-        of_one_token = self.stack.is_announced and self.stack.pending == 1
-        return layer.open_slots() if is_own and of_one_token and isinstance(layer, Layer) else None
+        if not (is_own and self.stack.is_announced and self.stack.pending == 1):
+            return None
+        rows = list[Sequence[OpenRows]]()
+        for index in layers:
+            layer = self.stack.layer(index, KV)
+            of_layer = layer.open_slots() if isinstance(layer, Layer) else None
+            if of_layer is None:
+                return None
+            rows.append((of_layer,))
+        return rows
 
     def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """Append the keys [rows, tokens, index_dim] by which a sparse layer chooses what to attend to; returns all."""

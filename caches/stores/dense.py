@@ -32,10 +32,10 @@ class GrowingStore:
         timeline = self.timeline
         if timeline.rows != new.shape[0]:
             timeline.bind_batch_size(new.shape[0])
-        slots = self._slots()
+        slots = self.slots()
         if slots is None:
             self.buffer = self._allocate(new, timeline.room)
-            slots = self._slots()
+            slots = self.slots()
             assert slots is not None
         if slots.dtype is not new.dtype or slots.shape[1::2] != new.shape[1::2]:
             check_alike((slots.shape[1], slots.shape[3]), slots.dtype, new)
@@ -43,16 +43,6 @@ class GrowingStore:
             self.overflow = torch.cat([slots[:, :, timeline.start : timeline.end], new], dim=-2)
             return self.overflow
         return self._write(slots, new)
-
-    def open_slots(self) -> torch.Tensor | None:
-        """What `append` is about to return in the open step, the pending slots, its last ones, not written yet; None
-        where it returns something else."""
-        timeline, slots = self.timeline, self._slots()
-        if slots is None or timeline.rows is None:
-            return None
-        if timeline.overflow or timeline.graph:  # attention reads a copy, or all slots
-            return None
-        return self._visible(slots)
 
     def add(self, new: torch.Tensor) -> None:
         self.append(new)
@@ -64,7 +54,7 @@ class GrowingStore:
         with always_writable():  # or the cache could not be used outside of inference mode later
             return like.new_empty((*like.shape[:-2], slots, like.shape[-1]))
 
-    def _slots(self) -> torch.Tensor | None:
+    def slots(self) -> torch.Tensor | None:
         """The rows of the buffer that are in use, with all their slots; None while there is none with enough rows."""
         return self.buffer
 
@@ -81,13 +71,13 @@ class GrowingStore:
 
     def memory(self, begin: int, slots: int) -> torch.Tensor:
         """So many slots of the rows in use, from `begin` on: [rows, heads, slots, head_dim], to be written too."""
-        buffer = self._slots()
+        buffer = self.slots()
         assert buffer is not None
         return buffer.narrow(2, begin, slots)
 
     def shown(self) -> torch.Tensor | None:
         """The kept tokens and those of the open step, once it has appended them."""
-        slots = self._slots()
+        slots = self.slots()
         return self.overflow if self.overflow is not None or slots is None else self._visible(slots)
 
     def read_from(self, source: GrowingStore, takes_room: bool) -> None:
@@ -111,7 +101,7 @@ class GrowingStore:
             self.buffer[:, :, begin - start : begin - start + chunk.shape[-2]] = chunk
 
     def commit(self, rejected: int) -> None:
-        if self.overflow is None or (slots := self._slots()) is None:
+        if self.overflow is None or (slots := self.slots()) is None:
             return
         committed, surviving = self.overflow.shape[-2] - rejected, self.timeline.surviving(rejected)
         slots[:, :, :surviving] = self.overflow[:, :, committed - surviving : committed]
@@ -139,12 +129,12 @@ class GrowingStore:
         self.buffer = self.overflow = None
 
     def committed(self) -> torch.Tensor | None:
-        timeline, slots = self.timeline, self._slots()
+        timeline, slots = self.timeline, self.slots()
         return None if slots is None or timeline.rows is None else slots[:, :, timeline.start : timeline.end]
 
     def load_dense(self, dense: torch.Tensor) -> None:
         self.buffer = self._allocate(dense, self.timeline.room)
-        slots = self._slots()
+        slots = self.slots()
         assert slots is not None
         slots[:, :, : dense.shape[-2]] = dense
 
@@ -174,7 +164,7 @@ class FixedStore(GrowingStore):
         with always_writable():
             return like.new_zeros((self.timeline.max_rows or like.shape[0], like.shape[1], slots, like.shape[-1]))
 
-    def _slots(self) -> torch.Tensor | None:
+    def slots(self) -> torch.Tensor | None:
         buffer, timeline = self.buffer, self.timeline
         # A reset keeps the buffer. `len` would be a constant in compiled code.
         if buffer is None or buffer.shape[0] < (timeline.max_rows or 0):
@@ -190,7 +180,7 @@ class FixedStore(GrowingStore):
 
     def committed(self) -> torch.Tensor | None:
         # Models that read `layer.keys` themselves get the whole buffer in compiled steps, always at one address.
-        return self._slots() if self.timeline.graph else super().committed()
+        return self.slots() if self.timeline.graph else super().committed()
 
     def abort(self) -> None:
         super().abort()
@@ -199,7 +189,7 @@ class FixedStore(GrowingStore):
             self.buffer[:, :, timeline.end : timeline.end + timeline.pending] = 0
 
     def select_rows(self, index: torch.Tensor) -> None:
-        if self.buffer is not None and (slots := self._slots()) is not None:
+        if self.buffer is not None and (slots := self.slots()) is not None:
             chosen = slots[:, :, : self.timeline.end].index_select(0, index.to(self.buffer.device))
             self.buffer[: len(index), :, : self.timeline.end] = chosen
 

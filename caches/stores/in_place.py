@@ -5,9 +5,11 @@ Other stores change what they are given, or copy it.
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 
-from caches.attention.segments import CacheRows, KeysAndValues
+from caches.attention.segments import OpenRows
 from caches.stores.dense import FixedStore, GrowingStore
 from caches.stores.shared_prefix import ForkedStore
 from caches.stores.sink import SinkStore
@@ -21,27 +23,30 @@ def own_memory(store: Store | None) -> GrowingStore | None:
     return tensor if isinstance(tensor, GrowingStore) else None
 
 
-def open_slots(keys: Store, values: Store) -> KeysAndValues | None:
+def open_slots(keys: Store, values: Store) -> OpenRows | None:
     """What a layer's attention reads in a step of one token, the last slot of each row not written yet; None where
     `append` does more than write there."""
-    of_keys, of_values = _rows(keys), _rows(values)
-    return None if of_keys is None or of_values is None else ([of_keys], [of_values])
+    if isinstance(keys, ForkedStore) and isinstance(values, ForkedStore):
+        prefix, suffix = _segment(keys.prefix, values.prefix, 0), _segment(keys.suffix, values.suffix, 1)
+        return None if prefix is None or suffix is None else OpenRows((prefix, suffix))
+    segment = _segment(keys, values, 1)
+    return None if segment is None else OpenRows((segment,))
 
 
-def _rows(store: Store) -> CacheRows | None:
-    """What `append` is about to return."""
-    if not isinstance(store, ForkedStore):
-        slots = _slots(store)
-        return None if slots is None else CacheRows.of_tensor(slots)
-    prefix, suffix = store.prefix.read() if _is_plain(store.prefix) else None, _slots(store.suffix)
-    return None if prefix is None or suffix is None else store.rows_of(prefix, suffix)
+def _segment(keys: Store, values: Store, pending: int) -> tuple[torch.Tensor, torch.Tensor, int, int] | None:
+    """Their slots, of which so many are not written yet; None where `append` is about to return something else."""
+    if not (_is_plain(keys) and _is_plain(values) and keys.timeline is values.timeline):
+        return None
+    timeline = keys.timeline
+    if timeline.pending != pending or timeline.rows is None or timeline.overflow or timeline.graph:
+        return None  # attention reads a copy, or all slots
+    of_keys, of_values = keys.slots(), values.slots()
+    if of_keys is None or of_values is None:
+        return None
+    return of_keys, of_values, timeline.start, timeline.end + pending
 
 
-def _slots(store: Store) -> torch.Tensor | None:
-    return store.open_slots() if isinstance(store, GrowingStore) and _is_plain(store) else None
-
-
-def _is_plain(store: Store) -> bool:
+def _is_plain(store: Store) -> TypeGuard[GrowingStore]:
     """Whether store and timeline are of our own classes: those of others may do anything with what they are given."""
     is_own = type(store) in (GrowingStore, FixedStore) and type(store.timeline) is Timeline
     return is_own and "append" not in vars(store)

@@ -23,15 +23,12 @@ from caches.platform.torch_api import (
     tree_leaves,
     tree_unflatten,
 )
-from engine.compiling.layer_attention import AttentionCall, Compute, LayerAttention, OpenCache, attentions_of, run
+from engine.compiling.layer_attention import AttentionCall, Code, Compute, LayerAttention, OpenCache, attentions_of, run
 from engine.compiling.layer_step import Call, LayerStep, Place, Shape, have_shapes, open_size, tensors_of
 from engine.compiling.package_builder import LAYER
 
-Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
-
-
-Attentions: TypeAlias = Callable[[Sequence["CompiledLayer"], object], Sequence[Compute | None]]
-"""Attention of some layers, which are computed next, given the mask of all of them; None where they are open."""
+Attentions: TypeAlias = Callable[[Sequence["CompiledLayer"], object], Sequence[Compute]]
+"""Attention of some layers, which are computed next, given the mask of all of them; none where they are open."""
 
 
 class OtherInputs(Exception):
@@ -149,18 +146,18 @@ class CompiledLayer:
             raise OtherInputs
         return inputs, mask
 
-    def compute(self, inputs: list[torch.Tensor], attention: Compute | None) -> list[torch.Tensor]:
-        """What the code returns for the tensors of a call."""
+    @property
+    def code(self) -> Code:
+        """After `load`."""
         assert self._code is not None
-        return run(self._code, inputs, attention)
+        return self._code
 
     def computing(self, attentions: Attentions) -> Callable[..., object]:
         """A forward that runs the code."""
 
         def forward(*args: object, **kwargs: object) -> object:
             inputs, mask = self.inputs_of(args, kwargs)
-            [attention] = attentions([self], mask)
-            out = self.compute(inputs, attention)
+            out = run([self.code], inputs, attentions([self], mask))
             return out[0] if self._result is None else _filled(self._result, _present(out))
 
         return self._in_this_thread(forward)
@@ -175,7 +172,7 @@ class CompiledLayer:
             [attention_call] = cache.calls
             self._result = None if isinstance(result, torch.Tensor) else tree_flatten(result)
             attention_inputs: list[torch.Tensor] = []
-            out = _present(self.compute(inputs, partial(_repeated, attention_call, attention_inputs)))
+            out = _present(run([self.code], inputs, [partial(_repeated, attention_call, attention_inputs)]))
             expected = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             pairs = zip([*out, *attention_inputs], [*expected, *attention_call.inputs], strict=True)
             errors.append(max(_difference(actual, reference) for actual, reference in pairs))
@@ -227,9 +224,8 @@ class LayerChain:
 
     def _compute(self, *args: object, **kwargs: object) -> torch.Tensor:
         self.calls += 1
-        (hidden, *shared), mask = self._links[0].inputs_of(args, kwargs)
-        for layer, attention in zip(self._links, self._attentions(self._links, mask), strict=True):
-            [hidden] = layer.compute([hidden, *shared], attention)
+        inputs, mask = self._links[0].inputs_of(args, kwargs)
+        [hidden] = run([layer.code for layer in self._links], inputs, self._attentions(self._links, mask))
         return hidden
 
 
@@ -266,7 +262,7 @@ def _is_same(value: object, expected: object) -> bool:
 def attentions_with(handle: TransformersCache) -> Attentions:
     """Those of a step, which update the cache that is the model's argument `handle`."""
 
-    def attentions(layers: Sequence[CompiledLayer], mask: object) -> Sequence[Compute | None]:
+    def attentions(layers: Sequence[CompiledLayer], mask: object) -> Sequence[Compute]:
         return attentions_of([layer.known_attention for layer in layers], handle, mask)
 
     return attentions

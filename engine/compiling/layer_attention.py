@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from caches import Cache
-from caches.attention.kernels import KERNELS, close_layers, empty_output, most_slots, open_layers
+from caches.attention.kernels import KERNELS, close_layers, empty_output, open_layers
 from caches.hf.joined import JoinedCaches
 from engine.errors import OptionError
 from engine.kernels.attention_hook import is_plain
@@ -31,6 +31,9 @@ T = TypeVar("T")
 Compute: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query [rows, heads, tokens, width], key and value [rows, kv_heads, tokens, width] of the new tokens to what
 attention finds, [rows, tokens, heads, width]."""
+
+Code: TypeAlias = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""A compiled layer."""
 
 Function: TypeAlias = Callable[..., tuple[torch.Tensor, object]]
 """An attention function of transformers: of a module, query, keys, values, mask and options."""
@@ -57,13 +60,11 @@ class LayerAttention(NamedTuple):
         return self.function(self.module, query, keys, values, mask, **self.options)[0]
 
 
-def attentions_of(
-    layers: Sequence[LayerAttention], handle: TransformersCache, mask: object
-) -> Sequence[Compute | None]:
-    """Those of layers that are computed next in this thread, in this order, until `close_layers`; None for what the
-    operator computes itself. handle, mask: see `compute`; all layers take the same mask."""
+def attentions_of(layers: Sequence[LayerAttention], handle: TransformersCache, mask: object) -> Sequence[Compute]:
+    """Those of layers that are computed next in this thread, in this order, until `close_layers`; none where the
+    operator computes them itself. handle, mask: see `compute`; all layers take the same mask."""
     if _are_opened(layers, handle, mask):
-        return [None] * len(layers)
+        return []
     close_layers()  # that an earlier layer of the step has opened
     return [partial(layer.compute, handle, mask) for layer in layers]
 
@@ -74,13 +75,10 @@ def _are_opened(layers: Sequence[LayerAttention], handle: TransformersCache, mas
         return False
     if not (mask is None or isinstance(mask, torch.Tensor)):
         return False
-    slots = []
-    for layer in layers:
-        of_layer = handle.open_slots(layer.number)
-        if of_layer is None:
-            return False
-        slots.append(of_layer)
-    if isinstance(handle, JoinedCaches) and handle.are_visible(layers[0].number, most_slots(slots[0][0])):
+    slots = handle.open_slots([layer.number for layer in layers])
+    if slots is None:
+        return False
+    if isinstance(handle, JoinedCaches) and handle.are_visible(layers[0].number, max(rows.slots for rows in slots[0])):
         mask = None
     return open_layers(slots, mask, [layer.options.get("scaling") for layer in layers])
 
@@ -221,22 +219,26 @@ def _get_interface(attn_implementation: str, default: Function) -> Function:
 
 
 class _Running(threading.local):
-    compute: Compute | None = None
+    computes: Iterator[Compute] = iter(())
     error: BaseException | None = None
 
 
 _running = _Running()
 
 
-def run(code: Callable[[list[torch.Tensor]], T], inputs: list[torch.Tensor], compute: Compute | None) -> T:
-    """`code(inputs)`, compiled code whose attention is `compute`; None where its layer is open. Raises what that
-    raises."""
-    _running.compute, _running.error = compute, None
+def run(codes: Sequence[Code], inputs: list[torch.Tensor], computes: Sequence[Compute]) -> list[torch.Tensor]:
+    """What the last of some compiled layers returns, of which each takes first what the one before it returned.
+
+    computes: attention of each; none where they are open. Raises what those raise.
+    """
+    _running.computes, _running.error = iter(computes), None
+    results, (_, *shared) = inputs, inputs
     try:
-        result = code(inputs)
-        if _running.error is not None:
-            raise _running.error
-        return result
+        for code in codes:
+            results = code([results[0], *shared])
+            if _running.error is not None:
+                raise _running.error
+        return results
     except RuntimeError as error:
         # A signal's handler may raise on entry to `_attention`: only its name and text are left.
         name, _, text = str(error).partition(": ")
@@ -245,13 +247,12 @@ def run(code: Callable[[list[torch.Tensor]], T], inputs: list[torch.Tensor], com
             raise error_class(text) from error
         raise
     finally:
-        _running.compute = _running.error = None
+        _running.computes, _running.error = iter(()), None
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     try:
-        assert _running.compute is not None
-        return _running.compute(query, key, value).contiguous()
+        return next(_running.computes)(query, key, value).contiguous()
     except BaseException as error:  # on its way through compiled code it would lose its type
         _running.error = error
         return empty_output(query, key, value).zero_()

@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "../handles.h"
+
 namespace {
 
 using torch::stable::Tensor;
@@ -20,15 +22,25 @@ struct HeadSlots {
   }
 };
 
+constexpr char not_floats[] = "tensors of another data type than float32";
+
 // Keys or values [rows, heads, slots, width] of a segment.
 struct Slots {
   const float* data;
-  int64_t rows, count, of_row, of_head, stride;
+  int64_t rows, heads, count, width, of_row, of_head, stride;
 
-  explicit Slots(const Tensor& of)
-      : data(static_cast<const float*>(of.const_data_ptr())), rows(of.size(0)), count(of.size(2)),
-        of_row(of.stride(0)), of_head(of.stride(1)), stride(of.stride(2)) {
-    STD_TORCH_CHECK(of.size(3) == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
+  Slots(Borrowed of)
+      : rows(of.size(0)), heads(of.size(1)), count(of.size(2)), width(of.size(3)), of_row(of.stride(0)),
+        of_head(of.stride(1)), stride(of.stride(2)) {
+    STD_TORCH_CHECK(of.is_float(), not_floats);
+    STD_TORCH_CHECK(width == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
+    data = of.values<float>();
+  }
+
+  // Those from `begin` to `end`.
+  Slots(Borrowed of, int64_t begin, int64_t end) : Slots(of) {
+    STD_TORCH_CHECK(0 <= begin && begin <= end && end <= count, "slots ", begin, " to ", end, " of ", count);
+    data += begin * stride, count = end - begin;
   }
 
   HeadSlots of(int64_t row, int64_t head, int64_t first, int64_t some) const {

@@ -10,9 +10,9 @@ from torch.nn.functional import scaled_dot_product_attention
 import caches
 import engine
 from caches.attention import dispatch, kernels
-from caches.attention.kernels import attention, close_layers, most_slots, open_layers
+from caches.attention.kernels import attention, close_layers, open_layers
 from caches.attention.kv_view import KeyValueView, plain, rows_of
-from caches.attention.segments import CacheRows
+from caches.attention.segments import CacheRows, OpenRows
 
 
 def no_copy():
@@ -154,36 +154,43 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
 def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
     """parts: the rows and own slots of each cache. prompts: how many each shares, of 30 slots."""
     torch.manual_seed(0)
-    rows, buffers, slots, full = sum(rows for rows, _ in parts), [], ([], []), []
+    rows, buffers, slots, full = sum(rows for rows, _ in parts), [], [], []
     query = torch.randn(rows, 1, heads * repeats, width).transpose(1, 2)
     new = [torch.randn(rows, 1, heads, width).transpose(1, 2) for _ in range(2)]
     first = 0
     for own, count in parts:
-        for caches_rows, one in zip(slots, new, strict=True):
-            shared = [torch.randn(prompts, heads, 30, width)] if prompts else []
-            # A view of some rows and slots of a cache's buffer.
+        shared, owned = [], []
+        for one in new:
+            if prompts:
+                shared.append(torch.randn(prompts, heads, 30, width))
             buffer = wide(own + 1, heads, count + 7, width)
-            view, after = buffer[:own, :, 3 : 3 + count], buffer.clone()
+            after = buffer.clone()
             after[:own, :, 2 + count] = one[first : first + own, :, 0]
-            shape = (own, heads, count + 30 * (prompts > 0), width)
-            caches_rows.append(CacheRows(shape, (*shared, view)))
+            owned.append(buffer[:own])
             buffers.append((buffer, after))
-            both = [part.repeat_interleave(own // prompts, 0) for part in shared]
+            both = [shared[-1].repeat_interleave(own // prompts, 0)] if prompts else []
             full.append(torch.cat([*both, after[:own, :, 3 : 3 + count]], 2).double())
+        segments = [(*shared, 0, 30)] if prompts else []
+        slots.append(OpenRows(own, [*segments, (*owned, 3, 3 + count)]))
         first += own
-    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, most_slots(slots[0])) < 0.7
+    is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, max(rows.slots for rows in slots)) < 0.7
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
-    other = tuple([rows._replace(sources=[one.clone() for one in rows.sources]) for rows in part] for part in slots)
+    other = [
+        OpenRows(own, [(keys.clone(), values.clone(), *span) for keys, values, *span in segments])
+        for own, segments in slots
+    ]
     attend = kernels.KERNELS.or_error().layer_attention
     assert open_layers([other, slots], given, [None, 0.3])
     attend(query, *new)
     assert not any(torch.equal(buffer, after) for buffer, after in buffers)
     found = attend(query, *new)
     assert all(torch.equal(buffer, after) for buffer, after in buffers)
-    for one, another in zip((*other[0], *other[1]), (*slots[0], *slots[1]), strict=True):
-        assert all(map(torch.equal, one.sources, another.sources))
+    for one, another in zip(other, slots, strict=True):
+        for (*tensors, begin, end), (*expected, _, _) in zip(one.segments, another.segments, strict=True):
+            for tensor, same in zip(tensors, expected, strict=True):
+                assert torch.equal(tensor[:, :, begin:end], same[:, :, begin:end])
     with pytest.raises(RuntimeError, match="all of 2 open layers are computed already"):
         attend(query, *new)
     close_layers()
@@ -211,7 +218,7 @@ def slots_of(*rows, slots=5):
     ({"query": torch.zeros(3, 4, 1, 8).double()}, "another data type"), ({"values": []}, "segments"),
     ({"parts": [2, 1, 1]}, "segments"), ({"parts": [3, 0]}, "segments"), ({"parts": [2, 1, 2, 1]}, "for caches of 4"),
     ({"values": slots_of(2)}, "of 1 layers"),
-    ({"mask": torch.zeros(3, 1, 1, 5).double()}, "data type"), ({"mask": torch.zeros(3, 1, 1, 4)}, "a mask of 4"),
+    ({"mask": torch.zeros(3, 1, 1, 5).double()}, "data type"),
     ({"keys": slots_of(2, 1, slots=0), "values": slots_of(2, 1, slots=0)}, "of 2 rows without a slot"),
     ({"keys": slots_of(3, 1), "values": slots_of(3, 1), "parts": [3, 2]}, "fit its cache of 3"),
     ({"keys": slots_of(1, 3)[::-1], "values": slots_of(1, 3)[::-1], "parts": [3, 2]}, "fit its cache of 3"),
@@ -223,7 +230,8 @@ def test_what_does_not_fit_is_not_appended(changes, why):
     operators = kernels.KERNELS.or_error()
 
     def append(query, key, value, keys, values, parts, mask, scale):
-        operators.open_layers(keys, values, parts, mask, [scale])
+        spans = [place for one in keys for place in (0, one.shape[2])]
+        operators.open_layers(keys, values, spans, parts, mask, [scale])
         operators.layer_attention(query, key, value)
 
     append(**given)
@@ -238,7 +246,8 @@ def test_what_does_not_fit_is_not_appended(changes, why):
 @needs_kernels
 def test_what_no_token_is_appended_to():
     slots = torch.zeros(2, 2, 5, 8)
-    opened = lambda one, mask=None: open_layers([([CacheRows.of_tensor(one)],) * 2], mask, [None])  # noqa: E731
+    rows_of = lambda one: OpenRows(len(one), [(one, one, 0, one.shape[2])])  # noqa: E731
+    opened = lambda one, mask=None: open_layers([[rows_of(one)]], mask, [None])  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
         (slots, torch.ones(2, 2, 1, 5)), (slots, torch.ones(2, 5)), (slots, torch.ones(2, 1, 2, 5)),
@@ -251,9 +260,9 @@ def test_what_no_token_is_appended_to():
         assert opened(slots)
     with torch.autocast("cpu"), torch.no_grad():
         assert not opened(slots)
-    other = [CacheRows((2, 2, 10, 8), (slots[:1], slots))]
+    other = [OpenRows(2, [(slots[:1], slots[:1], 0, 5), (slots, slots, 0, 5)])]
     with torch.no_grad():
-        assert not open_layers([([CacheRows.of_tensor(slots)] * 2,) * 2, (other, other)], None, [None] * 2)
+        assert not open_layers([[rows_of(slots)] * 2, other], None, [None] * 2)
     close_layers()
 
 

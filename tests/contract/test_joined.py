@@ -48,11 +48,11 @@ def test_a_step_is_that_of_each_cache_alone(kinds, is_forked):
             cache.begin(1)
         for layer in range(2):
             new = random(sum(rows), 1), random(sum(rows), 1)
-            slots, found = whole.open_slots(layer), whole.update(*new, layer)
+            slots, found = whole.open_slots([layer]), whole.update(*new, layer)
             is_first = is_forked and step == 0  # which allocates what the rows have of their own
             assert (slots is not None) == ("offloaded" not in kinds and not is_first)
-            for rows_of_caches, joint in zip(slots, found, strict=True) if slots is not None else ():
-                assert are_segments_of(rows_of_caches, joint.of_each_cache())
+            if slots is not None:
+                assert are_segments_of(slots[0], *(joint.of_each_cache() for joint in found))
             for number, (cache, *own) in enumerate(zip(alone, *(one.split(rows) for one in new), strict=True)):
                 for joint, expected in zip(found, cache.update(*own, layer), strict=True):
                     assert torch.equal(plain(joint.of_each_cache()[number]), plain(expected))

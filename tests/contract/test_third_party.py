@@ -78,10 +78,10 @@ def test_slots_are_open_to_others_unless_a_store_changes_what_it_is_given(base):
         for step, tokens in enumerate((1, 1, 2)):
             cache.begin(tokens)
             is_open = store is base and step > 0 and tokens == 1  # the first step allocates them
-            assert (cache.open_slots(0) is not None) == is_open
+            assert (cache.open_slots([0]) is not None) == is_open
             cache.update(torch.ones(2, 2, tokens, 8), torch.ones(2, 2, tokens, 8), 0)
             cache.commit()
-        assert cache.open_slots(0) is None  # no step was begun
+        assert cache.open_slots([0]) is None  # no step was begun
 
 
 @pytest.mark.parametrize("replaced", ["by its class", "of this cache", "of this store"])
@@ -98,19 +98,19 @@ def test_slots_are_not_open_where_what_fills_them_was_replaced(replaced):
     cache.begin(1)
     store = cache.layers[0].stores["values"]
     if replaced == "of this cache":
-        assert cache.open_slots(0) is not None
+        assert cache.open_slots([0]) is not None
         cache.update = cache.update
     elif replaced == "of this store":
-        assert cache.open_slots(0) is not None
+        assert cache.open_slots([0]) is not None
         store.append = store.append
-    assert cache.open_slots(0) is None
+    assert cache.open_slots([0]) is None
 
 
 def test_slots_of_a_step_in_one_graph_are_not_open():
     cache = caches.Cache("own", [PLAIN], lambda slot: caches.FixedStore(slot.timeline), max_tokens=9, preallocated=True)
     for graph in (False, False, True):
         cache.begin(1, graph)
-        assert (cache.open_slots(0) is not None) == (cache.total_tokens > 0 and not graph)
+        assert (cache.open_slots([0]) is not None) == (cache.total_tokens > 0 and not graph)
         cache.update(torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8), 0)
         cache.commit()
 

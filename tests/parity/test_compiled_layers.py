@@ -205,7 +205,7 @@ def appended(monkeypatch):
     parts, own = [], layer_attention.open_layers
 
     def noting(layers, *arguments):
-        parts.extend([[(rows.shape[0], len(rows.sources)) for rows in keys] for keys, _ in layers])
+        parts.extend([[(rows.rows, len(rows.segments)) for rows in layer] for layer in layers])
         assert own(layers, *arguments)
         return True
 

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 import caches
 from caches.attention.kv_view import rows_of
-from caches.attention.segments import CacheRows
+from caches.attention.segments import OpenRows
 from caches.layers import rope
 from caches.layers.layer_spec import INDEX, KV, STATE, AttentionSpan, LayerSpec
 from configs import ConfigError, EncoderDecoderCacheConfig
@@ -184,11 +184,17 @@ def recurrent_of(tokens: Tokens, layer: int) -> torch.Tensor:
     return torch.tensor(states, dtype=torch.float64)
 
 
-def are_segments_of(rows: Sequence[CacheRows], read: Sequence[torch.Tensor]) -> bool:
+def are_segments_of(
+    open_rows: Sequence[OpenRows], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]
+) -> bool:
     """Whether these are the rows and segments of what attention reads of one or several caches, in the same memory."""
     place = lambda one: (one.data_ptr(), one.shape, one.stride())  # noqa: E731
-    found = [(part.shape, *map(place, part.sources)) for part in map(rows_of, read)]
-    return found == [(part.shape, *map(place, part.sources)) for part in rows]
+    for number, read in enumerate((keys, values)):
+        found = [(part.shape[0], *map(place, part.sources)) for part in map(rows_of, read)]
+        seen = [[segment[number][:, :, segment[2] : segment[3]] for segment in rows.segments] for rows in open_rows]
+        if found != [(rows.rows, *map(place, parts)) for rows, parts in zip(open_rows, seen, strict=True)]:
+            return False
+    return True
 
 
 def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens) -> dict[str, torch.Tensor]:
@@ -200,11 +206,13 @@ def forward_layer(own: caches.Cache, spec: LayerSpec, layer: int, tokens: Tokens
     if INDEX in spec.components:
         handed["index"] = own.update_indexer(index_of(tokens, layer), layer)[:, None]
     if KV in spec.components:
-        slots = own.open_slots(layer)
+        slots = own.open_slots([layer])
         handed["keys"], handed["values"] = own.update(keys_of(tokens, layer), -keys_of(tokens, layer), layer)
         if slots is not None:
-            assert all(map(are_segments_of, slots, ([handed["keys"]], [handed["values"]])))
-            assert torch.equal(slots[0][0].sources[-1][:, :, -1:], keys_of(tokens, layer))
+            [[rows]] = slots
+            assert are_segments_of([rows], [handed["keys"]], [handed["values"]])
+            written, _, _, end = rows.segments[-1]
+            assert torch.equal(written[:, :, end - 1 : end], keys_of(tokens, layer))
     convolutions, recurrent = states_of(spec)
     for number in range(convolutions):
         new, held = conv_of(tokens, layer, number), own.get_conv_state(layer, number)
