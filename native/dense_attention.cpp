@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <stdexcept>
 #include <vector>
 
@@ -43,7 +44,7 @@ Part part_of(int64_t first, const int64_t* layout, const Slots* keys, const Slot
   return part;
 }
 
-void check_fit(const Work& work, int64_t rows, const std::vector<Slots>& keys, const std::vector<Slots>& values,
+void check_fit(const Work& work, int64_t rows, std::span<const Slots> keys, std::span<const Slots> values,
                const std::optional<Tensor>& mask) {
   STD_TORCH_CHECK(rows == work.rows, "queries of ", work.rows, " rows for caches of ", rows);
   for (const Slots& of : keys)
@@ -55,7 +56,7 @@ void check_fit(const Work& work, int64_t rows, const std::vector<Slots>& keys, c
     STD_TORCH_CHECK(mask->size(axis) == 1 || mask->size(axis) == sizes[axis], "a mask that does not fit the queries");
 }
 
-void check_segments(Borrowed queries, const std::vector<Slots>& keys, const std::vector<Slots>& values,
+void check_segments(Borrowed queries, std::span<const Slots> keys, std::span<const Slots> values,
                     const std::vector<int64_t>& parts, const std::optional<Tensor>& mask) {
   size_t segments = 0;
   bool are_counts = parts.size() % 2 == 0 && !parts.empty();
@@ -77,8 +78,8 @@ void copy_last(Borrowed from, int64_t first, const Slots& to) {
         target[row * to.of_row + head * to.of_head + i] = source[row * out_of[0] + head * out_of[1] + i * out_of[3]];
 }
 
-void append(const Work& work, Borrowed key, Borrowed value, const std::vector<Slots>& keys,
-            const std::vector<Slots>& values) {
+void append(const Work& work, Borrowed key, Borrowed value, std::span<const Slots> keys,
+            std::span<const Slots> values) {
   for (const auto& [added, width] : {std::pair(key, work.width), std::pair(value, work.out_width)})
     STD_TORCH_CHECK(added.size(0) == work.rows && added.size(1) == work.heads && added.size(2) == 1 &&
                       added.size(3) == width && added.is_float(),
@@ -117,7 +118,7 @@ std::vector<float> scaled(Borrowed queries, float scale) {
 // prompt, which come first. mask: added to the scores, [rows, KV heads, queries per KV head, slots] or 1 where it is the
 // same for all, the last slots of each row. All widths are multiples of 8. new_key, new_value: see `layer_attention`;
 // null for none. Returns [rows, heads, tokens, width of a value]; by_token: of one token, [rows, 1, heads, ...].
-Tensor attend(Borrowed queries, const std::vector<Slots>& keys, const std::vector<Slots>& values,
+Tensor attend(Borrowed queries, std::span<const Slots> keys, std::span<const Slots> values,
               const std::vector<int64_t>& parts, const std::optional<Tensor>& mask, double scale,
               const Borrowed* new_key = nullptr, const Borrowed* new_value = nullptr, bool by_token = false) {
   check_segments(queries, keys, values, parts, mask);
@@ -146,7 +147,8 @@ Tensor attend(Borrowed queries, const std::vector<Slots>& keys, const std::vecto
 
 Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Tensor> values, std::vector<int64_t> parts,
                        std::optional<Tensor> mask, double scale) {
-  return attend(queries, {keys.begin(), keys.end()}, {values.begin(), values.end()}, parts, mask, scale);
+  const std::vector<Slots> of_keys(keys.begin(), keys.end()), of_values(values.begin(), values.end());
+  return attend(queries, of_keys, of_values, parts, mask, scale);
 }
 
 // Attention of several tokens per row. query: [rows, heads, tokens, width]. key, value: [rows, KV heads, slots, width],
@@ -183,17 +185,19 @@ void prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tens
                static_cast<float*>(out.mutable_data_ptr())});
 }
 
-// What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread.
-struct OpenLayer {
-  std::vector<Slots> keys, values;
-  double scale;
-};
+// What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread. Its caller keeps the
+// tensors.
 struct OpenStep {
-  std::vector<Tensor> tensors;  // that the slots are in
-  std::vector<OpenLayer> layers;
+  std::vector<Slots> keys, values;  // of one layer after the other
+  std::vector<double> scales;  // of each layer
   std::vector<int64_t> parts;  // of every layer
   std::optional<Tensor> mask;
   size_t next = 0;  // layer
+
+  size_t segments() const { return keys.size() / scales.size(); }
+  std::span<const Slots> of(const std::vector<Slots>& slots, size_t layer) const {
+    return {&slots[layer * segments()], segments()};
+  }
 };
 thread_local OpenStep open_step;
 
@@ -204,7 +208,7 @@ bool can_be_read(const Tensor& one) {
 }
 
 // The slots of the longest cache.
-int64_t most_slots(const std::vector<Slots>& segments, const std::vector<int64_t>& parts) {
+int64_t most_slots(std::span<const Slots> segments, const std::vector<int64_t>& parts) {
   int64_t most = 0;
   for (size_t i = 1, segment = 0; i < parts.size(); i += 2) {
     int64_t slots = 0;
@@ -213,10 +217,6 @@ int64_t most_slots(const std::vector<Slots>& segments, const std::vector<int64_t
     most = std::max(most, slots);
   }
   return most;
-}
-
-bool fits(const Tensor& mask, const OpenLayer& layer, const std::vector<int64_t>& parts) {
-  return mask.dim() == 4 && mask.size(1) == 1 && mask.size(2) == 1 && mask.size(3) == most_slots(layer.keys, parts);
 }
 
 // keys, values: the memory of one layer's segments after the other's. spans: of each segment the first slot and the one
@@ -230,22 +230,21 @@ bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vect
                   " segments of keys and ", values.size(), " of values, which are not those of ", scales.size(),
                   " layers");
   STD_TORCH_CHECK(spans.size() == 2 * keys.size(), "spans of ", spans.size() / 2, " segments");
-  const size_t segments = keys.size() / scales.size();
-  OpenStep step{{}, {}, std::move(parts), std::move(mask)};
+  OpenStep step{{}, {}, std::move(scales), std::move(parts), std::move(mask)};
+  step.keys.reserve(keys.size()), step.values.reserve(keys.size());
   for (size_t at = 0; at < keys.size(); at++) {
     if (!can_be_read(keys[at]) || !can_be_read(values[at])) return false;
-    if (at % segments == 0) {
-      const double scale = scales[at / segments], width = keys[at].size(3);
-      step.layers.push_back({{}, {}, std::isnan(scale) ? 1 / std::sqrt(width) : scale});
-    }
-    step.layers.back().keys.emplace_back(keys[at], spans[2 * at], spans[2 * at + 1]);
-    step.layers.back().values.emplace_back(values[at], spans[2 * at], spans[2 * at + 1]);
+    step.keys.emplace_back(keys[at], spans[2 * at], spans[2 * at + 1]);
+    step.values.emplace_back(values[at], spans[2 * at], spans[2 * at + 1]);
   }
-  if (step.mask)
-    for (const OpenLayer& layer : step.layers)
-      if (!fits(*step.mask, layer, step.parts)) return false;
-  step.tensors = std::move(keys);
-  step.tensors.insert(step.tensors.end(), values.begin(), values.end());
+  for (size_t layer = 0; layer < step.scales.size(); layer++) {
+    const auto of_keys = step.of(step.keys, layer);
+    if (std::isnan(step.scales[layer])) step.scales[layer] = 1 / std::sqrt(double(of_keys[0].width));
+    if (!step.mask) continue;
+    const Tensor& of = *step.mask;
+    const bool fits = of.dim() == 4 && of.size(1) == 1 && of.size(2) == 1;
+    if (!fits || of.size(3) != most_slots(of_keys, step.parts)) return false;
+  }
   open_step = std::move(step);
   return true;
 }
@@ -269,13 +268,14 @@ Tensor layer_attention_in_python(const Tensor& query, const Tensor& key, const T
 // Open layers are computed in their order: the slots that are not written yet take the key and value of the one token of
 // each row first. What does not fit is not written. Where no layer is open, the package `engine` computes it in Python.
 Tensor layer_attention_of(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value) {
-  if (open_step.layers.empty()) return layer_attention_in_python(shared(query), shared(key), shared(value));
-  STD_TORCH_CHECK(open_step.next < open_step.layers.size(), "all of ", open_step.layers.size(),
-                  " open layers are computed already");
-  const OpenLayer& of = open_step.layers[open_step.next++];
+  OpenStep& open = open_step;
+  if (open.scales.empty()) return layer_attention_in_python(shared(query), shared(key), shared(value));
+  STD_TORCH_CHECK(open.next < open.scales.size(), "all of ", open.scales.size(), " open layers are computed already");
+  const size_t layer = open.next++;
   const Borrowed asked = query, new_key = key, new_value = value;
   STD_TORCH_CHECK(asked.size(2) == 1, asked.size(2), " tokens of a row in an open layer");
-  return attend(asked, of.keys, of.values, open_step.parts, open_step.mask, of.scale, &new_key, &new_value, true);
+  return attend(asked, open.of(open.keys, layer), open.of(open.values, layer), open.parts, open.mask,
+                open.scales[layer], &new_key, &new_value, true);
 }
 
 Tensor layer_attention(Tensor query, Tensor key, Tensor value) {

@@ -236,7 +236,7 @@ def run(codes: Sequence[Code], inputs: list[torch.Tensor], computes: Sequence[Co
     try:
         for code in codes:
             results = code([results[0], *shared])
-            if _running.error is not None:
+            if computes and _running.error is not None:
                 raise _running.error
         return results
     except RuntimeError as error:

@@ -70,12 +70,13 @@ class LowBitLinear(KeepsDataTypes):
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = input.reshape(-1, input.shape[-1]).float()
-        if rows.shape[0] <= self._most_rows and (operators := kernels()) is not None:
-            out = operators.block_linears(rows.contiguous(), *([tensor] for tensor in self.blocks))
+        if input.shape[:-1].numel() <= self._most_rows and (operators := kernels()) is not None:
+            out = operators.block_linears(input.float().contiguous(), *([tensor] for tensor in self.blocks))
         else:
-            out = _product_in_full(rows, self.blocks)
-        out = out[:, : self.out_features].to(input.dtype).reshape(*input.shape[:-1], self.out_features)
+            out = _product_in_full(input.flatten(0, -2).float(), self.blocks).reshape(*input.shape[:-1], -1)
+        if out.shape[-1] > self.out_features:
+            out = out[..., : self.out_features]
+        out = out.to(input.dtype)
         return out if self.bias is None else out + self.bias
 
 
@@ -150,7 +151,7 @@ class LowBitEmbedding(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = self.head.blocks.rows(input)[..., : self.embedding_dim]
-        return scaled(rows.to(self.weight.dtype), self.embed_scale)
+        return scaled(rows.to(self.head.weight.dtype), self.embed_scale)
 
 
 def _load_into_head(table: LowBitEmbedding, state: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
@@ -160,4 +161,6 @@ def _load_into_head(table: LowBitEmbedding, state: dict[str, torch.Tensor], pref
 
 
 def scaled(rows: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    return rows * (scale.to(rows.dtype) if isinstance(scale, torch.Tensor) else scale)
+    if isinstance(scale, torch.Tensor):
+        return rows * scale.to(rows.dtype)
+    return rows if scale == 1.0 else rows * scale
