@@ -4,17 +4,21 @@
     python benchmarks/planned.py --model smollm2 --seed 17
 
 Every seed draws a run: cache, strategy, rows, lengths, weights, chunks of the prompt. It has a process of its own, the
-copy of one with a model that is loaded and warm. What comes on top of that is measured, as resident memory: gaps that
-the allocator leaves between tensors count, room of a buffer that nothing was written to does not. "With weights" is
-what the process needs beside its libraries, for the model and the run. Prints a table, and one JSON line. Linux only,
-and on one thread, because others do not survive that a process is copied.
+copy of one with a model that is loaded and warm. What comes on top of that is measured at its peak: the bytes that are
+allocated, which a plan is about, and the resident ones, among which are the gaps that the allocator leaves and not the
+room that nothing was written to. "With weights" is what the process allocates for the model and the run. Prints a
+table, and one JSON line. Needs Linux and g++, and one thread, because others do not survive that a process is copied.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
+import subprocess
+import tempfile
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -83,9 +87,12 @@ def measured(weights: str, runs: dict[int, Run], model: str) -> dict[int, dict[s
     """By seed: bytes, planned and measured, of the weights and of what the run takes beside them."""
     torch.set_num_threads(1)
     engine.generate(engine.SHIPPED_MODEL, [[5, 6, 7]], max_new_tokens=4)  # loads libraries
-    unloaded = resident()
+    unloaded, unloaded_resident = counted().allocated_bytes(), resident()
     engine.generate(loaded(model, weights), [[5, 6, 7]], max_new_tokens=4)
-    of_weights = {"measured": resident() - unloaded}
+    of_weights = {
+        "resident": resident() - unloaded_resident,
+        "measured": counted().allocated_bytes() - unloaded,
+    }
     shortest = {"cache": "dynamic", "prompt_tokens": 8, "max_new_tokens": 8}
     planned = engine.plan(path_of(model), **shortest, device="cpu", weights=weights)
     of_weights["planned"] = planned.weight_bytes
@@ -117,8 +124,11 @@ def taken_by(run: Run, name: str) -> dict[str, Any]:
     # Tries the model, chooses kernels, loads what long runs load.
     generator.generate(ids[:, :200], **options, max_new_tokens=run.new_tokens)
     before, of_files = resident(), status_bytes("RssFile:")
+    allocated = counted().allocated_bytes()
     forget_peak("cpu")
+    counted().forget_peak()
     out = generator.generate(ids, **options, max_new_tokens=run.new_tokens)
+    allocated = counted().peak_bytes() - allocated
     of_files = status_bytes("RssFile:") - of_files  # pages of libraries, which come as they are used
     peak = memory_bytes("cpu", peak=True) - before - of_files
     plan = engine.plan(
@@ -127,11 +137,19 @@ def taken_by(run: Run, name: str) -> dict[str, Any]:
     )  # fmt: skip
     backend = plan.backends[0]
     return {
-        "run": {"planned": sum(backend.need_bytes.values()), "measured": peak},
+        "run": {"planned": sum(backend.need_bytes.values()), "measured": allocated, "resident": peak},
         "cache": {"planned": sum(backend.cache_bytes.values()), "measured": out.stats.cache_bytes},
         "working": backend.working_bytes,
         "logits": plan.logits_bytes,
     }
+
+
+@cache
+def counted() -> ctypes.CDLL:
+    """The functions of counted_malloc.cpp in this process, in place of the C library's."""
+    functions = ctypes.CDLL(os.environ["LD_PRELOAD"])
+    functions.allocated_bytes.restype = functions.peak_bytes.restype = ctypes.c_int64
+    return functions
 
 
 def resident() -> int:
@@ -148,11 +166,15 @@ def main(
 ) -> None:
     drawn = {number: Run.drawn(number) for number in seed or range(runs)}
     found: dict[int, dict[str, Any]] = {}
-    for weights in WEIGHTS_CHOICES:
-        if those := {number: run for number, run in drawn.items() if run.weights == weights}:
-            found |= in_a_process_of_its_own(measured, weights, those, model)
+    with tempfile.TemporaryDirectory() as folder:
+        library, source = Path(folder) / "counted_malloc.so", Path(__file__).with_name("counted_malloc.cpp")
+        subprocess.run(["g++", "-O2", "-std=c++20", "-shared", "-fPIC", source, "-o", library], check=True)
+        os.environ["LD_PRELOAD"] = str(library)  # of the processes that are started from here on
+        for weights in WEIGHTS_CHOICES:
+            if those := {number: run for number, run in drawn.items() if run.weights == weights}:
+                found |= in_a_process_of_its_own(measured, weights, those, model)
     table = Table("seed", "run", "MB of cache", "measured", "work", "logits", "all planned", "measured", "ratio",
-                  "weights", "measured", "with weights")  # fmt: skip
+                  "resident", "weights", "measured", "with weights")  # fmt: skip
     for number, run in drawn.items():
         table.add_row(str(number), title(run), *columns(found[number]))
     _console.print(table)
@@ -174,6 +196,7 @@ def columns(found: dict[str, Any]) -> list[str]:
     return [
         *(f"{size / 1e6:.1f}" for size in sizes),
         f"{whole['planned'] / whole['measured']:.2f}",
+        f"{whole['resident'] / 1e6:.1f}",
         *(f"{weights[name] / 1e6:.1f}" for name in ("planned", "measured")),
         f"{both[0] / both[1]:.2f}",
     ]

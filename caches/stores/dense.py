@@ -146,8 +146,7 @@ class GrowingStore:
         self.load_dense(state["slots"])
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        if self.buffer is not None:
-            yield self.buffer
+        yield from (tensor for tensor in (self.buffer, self.overflow) if tensor is not None)
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
         return iter(())

@@ -287,8 +287,7 @@ class QuantizedStore:
     def tensors(self) -> Iterator[torch.Tensor]:
         for reader in self.parts.values():
             yield from reader.buffer.tensors()
-        if self.residual is not None:
-            yield self.residual
+        yield from (tensor for tensor in (self.residual, self._next_residual) if tensor is not None)
 
     def offloaded_buffers(self) -> Iterator[Buffer]:
         yield from (reader.buffer for reader in self.parts.values() if reader.buffer.tier != "device")

@@ -36,14 +36,21 @@ _KINDS = {"all": "full attention", "window": "sliding window", "chunk": "chunks"
 class UsageSample:
     """Bytes of a cache at one moment.
 
-    by_place: see `Cache.bytes_by_place`. by_kind: by kind of layer, without memory that layers share.
+    by_place: see `Cache.bytes_by_place`. by_kind: by kind of layer, without memory that layers share. in_prompt: before
+    the first new token is read.
     """
 
     by_place: dict[str, int]
     by_kind: dict[str, int]
+    in_prompt: bool = True
 
     def at(self, tiers: Iterable[str]) -> int:
         return sum(self.by_place.get(tier, 0) for tier in tiers)
+
+    def joined(self, other: UsageSample) -> UsageSample:
+        """The most of both."""
+        by_place, by_kind = _most(self.by_place, other.by_place), _most(self.by_kind, other.by_kind)
+        return UsageSample(by_place, by_kind, self.in_prompt)
 
 
 @dataclass(frozen=True)
@@ -72,7 +79,12 @@ class CacheUsage:
     @property
     def device_bytes(self) -> int:
         """The most bytes in the memory of the device that computes. On a CPU that is the host's."""
-        return self.at("device", "staging") if self.pinned else self.at("device", "staging", "host")
+        return max(self.device_bytes_in(prompt) for prompt in (True, False))
+
+    def device_bytes_in(self, prompt: bool) -> int:
+        """The same while the prompt is read, or afterwards."""
+        tiers = ("device", "staging") if self.pinned else ("device", "staging", "host")
+        return max((sample.at(tiers) for sample in self.samples if sample.in_prompt is prompt), default=0)
 
 
 class DryRun:
@@ -90,7 +102,7 @@ class DryRun:
                 f"the {config.name} cache holds at most {self.cache.max_tokens:,} tokens, but "
                 f"{lengths(run_shape.prompt_tokens, run_shape.new_tokens)} need {run_shape.kept:,}: raise max_cache_len"
             )
-        self._rows = run_shape.prompts
+        self._rows, self._in_prompt = run_shape.prompts, True
         self._samples = [UsageSample({"device": 0}, {})]
         self._materialized_bytes = self._chunk = 0
 
@@ -131,10 +143,9 @@ class DryRun:
         steps = [self._chunk] * full + [remainder] * (remainder > 0)
         for number, count in enumerate(steps):
             is_last = number == len(steps) - 1
-            self._step(count, writes, reads=is_last)
+            is_sampled = number in (0, full - 1) or is_last
+            self._step(count, writes, reads=is_last, is_sampled=is_sampled)
             writes = tuple(write for write in writes if write.part == 0)
-            if number == 0 or is_last:
-                self._take_sample()
 
     def _branch(self) -> None:
         times = self._run_shape.branches
@@ -145,17 +156,17 @@ class DryRun:
         else:
             self.cache.select_rows(repeat_rows_index(self._rows, times))
         self._rows *= times
-        self._take_sample()
+        self._in_prompt = False
+        self._samples.append(self._sample())
 
     def _decode(self) -> None:
         """Steps of one token, most of them joined to longer steps that take the same room."""
-        tokens = self._run_shape.new_tokens - 1
+        tokens, self._in_prompt = self._run_shape.new_tokens - 1, False
         windows, all_evict = self._windows()
         if all_evict:
             tokens = min(tokens, 3 * max(windows) + 3)
         if tokens > 0 and self._run_shape.branches > 1 and not all(self._footprint.shares):
-            self._step(1, self._footprint.later, reads=True)
-            self._take_sample()
+            self._step(1, self._footprint.later, reads=True, is_sampled=True)
             tokens -= 1
             for subcache, shares in zip(self.cache.parts, self._footprint.shares, strict=True):
                 if not shares:
@@ -166,14 +177,15 @@ class DryRun:
             if self._run_shape.ends_early or self._run_shape.branches > 1:  # room is made as single tokens come
                 for total in range(self.cache.total_tokens + 1, self.cache.total_tokens + count + 1):
                     self.cache.reserve(total)
-            self._step(count, self._footprint.later)
+            # Joined steps may write more at once than a window has room for, which single ones do not.
+            self._step(count, self._footprint.later, is_sampled=not windows)
             tokens -= count
         for remaining in reversed(range(tokens)):
-            self._step(1, self._footprint.later, reads=remaining == 0)
-        self._take_sample()
+            self._step(1, self._footprint.later, reads=remaining == 0, is_sampled=remaining == 0)
 
-    def _step(self, tokens: int, writes: Iterable[CacheWrite], reads: bool = False) -> None:
-        """reads: whether attention reads what the cache returns, which may allocate scratch memory."""
+    def _step(self, tokens: int, writes: Iterable[CacheWrite], reads: bool = False, is_sampled: bool = False) -> None:
+        """reads: whether attention reads what the cache returns, which may allocate scratch memory. is_sampled: whether
+        the cache may be at its largest, before the step ends."""
         self.cache.begin(tokens)
         for write in writes:
             result = write.repeat(self.cache, self._rows, self._run_shape.source_tokens if write.part else tokens)
@@ -188,7 +200,10 @@ class DryRun:
             if tokens > FEW_TOKENS:  # then attention reads a quantized or offloaded layer as one tensor
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
                 self._materialized_bytes = max(self._materialized_bytes, materialized)
+        before = self._sample() if is_sampled else None
         self.cache.commit()
+        if before is not None:  # what is prefetched for the next step comes as what this one has kept goes
+            self._samples.append(before.joined(self._sample()))
 
     def _windows(self) -> tuple[list[int], bool]:
         """The windows of the layers that evict tokens, and whether all layers do."""
@@ -196,13 +211,13 @@ class DryRun:
         windows = [bound for bound in bounds if bound is not None]
         return windows, 0 < len(windows) == len(bounds)
 
-    def _take_sample(self) -> None:
+    def _sample(self) -> UsageSample:
         by_place, by_kind = Counter(device=0), Counter[str]()
         for component, tier, size in self._sizes():
             by_place[tier] += size
             if tier != "staging":
                 by_kind[component] += size
-        self._samples.append(UsageSample(dict(by_place), dict(by_kind)))
+        return UsageSample(dict(by_place), dict(by_kind), self._in_prompt)
 
     def _sizes(self) -> Iterator[tuple[str, str, int]]:
         """Kind of layer, place and bytes of each tensor of the cache."""
@@ -220,6 +235,10 @@ class DryRun:
         per_row, per_token = self._footprint.own_layer_bytes
         if per_row or per_token:
             yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
+
+
+def _most(sizes: dict[str, int], others: dict[str, int]) -> dict[str, int]:
+    return {name: max(sizes.get(name, 0), others.get(name, 0)) for name in sizes | others}
 
 
 def _holders(layer: Layer | WrappedLayer, number: int) -> Iterator[tuple[str, Store | RecurrentState]]:

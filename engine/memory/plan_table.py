@@ -33,11 +33,13 @@ class BackendPlan:
     kind_bytes : dict of str to int
         The same by kind of layer, without "staging".
     working_bytes : int
-        What a forward needs in addition to the cache and the logits.
+        The most that a forward needs in addition to the cache and the logits.
+    gap_bytes : int
+        What a CPU's allocator may leave free between tensors. It is not part of `need_bytes`.
     need_bytes : dict of str to int
-        Of the whole run, by place; on a CPU, host memory counts as "device".
+        Of the whole run when it is largest, by place; on a CPU, host memory counts as "device".
     fits : bool or None
-        Whether `need_bytes` and a tenth more are free; None where that is unknown.
+        Whether `need_bytes`, the gaps and a tenth more are free; None where that is unknown.
     longest_context : int or None
         Tokens per row that would still fit, prompt and new ones together, to about 1 %. The last new token is never
         read, so this may be one more than the positions of the model.
@@ -54,6 +56,7 @@ class BackendPlan:
     cache_bytes: dict[str, int] = field(default_factory=dict)
     kind_bytes: dict[str, int] = field(default_factory=dict)
     working_bytes: int = 0
+    gap_bytes: int = 0
     need_bytes: dict[str, int] = field(default_factory=dict)
     fits: bool | None = None
     longest_context: int | None = None

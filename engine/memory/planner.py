@@ -23,7 +23,7 @@ from engine.tables import lengths, megabytes
 
 _MARGIN = 1.1  # for what is not counted: fragments, libraries, other processes
 _MOST_TOKENS, _MOST_PROMPTS = 2**20, 2**14  # the largest answers
-_FRAGMENTS = 1.5  # a CPU's allocator leaves gaps between tensors: of working memory, about half as much again
+_GAPS = 0.5  # of working memory: what a CPU's allocator cannot use between tensors, about
 
 
 @dataclass(frozen=True)
@@ -64,15 +64,17 @@ class Planner:
             usage = self._usage(config, run_shape)
         except (caches.CacheError, ConfigError) as error:
             return BackendPlan(config.name, options, refused=str(error))
-        need = self._need(usage, run_shape)
-        peak, working = usage.most, self._working(usage, run_shape)
+        of_prompt, of_token = self._working(usage, run_shape)
+        need, peak, working = self._need(usage, run_shape), usage.most, max(of_prompt, of_token)
+        gaps = int(_GAPS * working) if self._on_cpu else 0
         plan = BackendPlan(
-            config.name, options, peak.by_place, peak.by_kind, working, need_bytes=need, fits=self._fits(need),
-            changes_text=config.changes_text,
+            config.name, options, peak.by_place, peak.by_kind, working, gap_bytes=gaps, need_bytes=need,
+            fits=self._fits(need, gaps), changes_text=config.changes_text,
         )  # fmt: skip
         if not search or plan.fits is None:
             return plan
-        longest, batch = self._longest_context(config, run_shape, usage), self._largest_batch(need, run_shape.prompts)
+        longest = self._longest_context(config, run_shape, usage)
+        batch = self._largest_batch(need, gaps, run_shape.prompts)
         return replace(plan, longest_context=longest, largest_batch=batch)
 
     def logits_bytes(self, run_shape: RunShape) -> int:
@@ -109,26 +111,28 @@ class Planner:
             )
 
     def _need(self, usage: CacheUsage, run_shape: RunShape) -> dict[str, int]:
-        """Bytes of the whole run by place."""
-        device = usage.device_bytes + self._working(usage, run_shape) + self.logits_bytes(run_shape) + self._weights
+        """Bytes of the whole run by place: of the device the most while the prompt is read, or afterwards."""
+        of_prompt, of_token = self._working(usage, run_shape)
+        most = max(usage.device_bytes_in(prompt=True) + of_prompt, usage.device_bytes_in(prompt=False) + of_token)
+        device = most + self.logits_bytes(run_shape) + self._weights
         need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
         return {tier: size for tier, size in need.items() if size}
 
-    def _working(self, usage: CacheUsage, run_shape: RunShape) -> int:
-        """Bytes that the largest forward allocates in addition to the cache."""
-        working, factor = self._footprint.working, _FRAGMENTS if self._on_cpu else 1
+    def _working(self, usage: CacheUsage, run_shape: RunShape) -> tuple[int, int]:
+        """Bytes that the largest forward of the prompt, and that of a new token, allocate in addition to the cache."""
+        working = self._footprint.working
         if run_shape.source_tokens:  # an encoder's forward comes before there is a cache
             encoder = working.of_step(run_shape.prompts, run_shape.source_tokens, run_shape.source_tokens)
-            return max(0, int(factor * encoder) - usage.device_bytes)
+            return max(0, encoder - usage.device_bytes_in(prompt=True)), 0
         if not usage.chunk_tokens:  # without a cache every step reads all tokens
-            return int(factor * working.of_step(run_shape.rows, run_shape.kept, run_shape.kept))
+            return working.of_step(run_shape.rows, run_shape.kept, run_shape.kept), 0
         prompt = working.of_step(run_shape.prompts, usage.chunk_tokens, run_shape.prompt_tokens)
         distinct_rows = run_shape.prompts if all(self._footprint.shares) else run_shape.rows
         new_token = working.of_one_token(run_shape.rows, distinct_rows, run_shape.kept)
-        return int(factor * max(prompt + usage.materialized_bytes, new_token))
+        return prompt + usage.materialized_bytes, new_token
 
-    def _fits(self, need: dict[str, int]) -> bool | None:
-        sizes = [(size, self._free[tier]) for tier, size in need.items() if size]
+    def _fits(self, need: dict[str, int], gaps: int) -> bool | None:
+        sizes = [(size + gaps * (tier == "device"), self._free[tier]) for tier, size in need.items() if size]
         if any(free is not None and size * _MARGIN > free for size, free in sizes):
             return False
         return None if any(free is None for _, free in sizes) else True
@@ -148,11 +152,11 @@ class Planner:
         longest = _largest(lambda n: fits(replace(run_shape, prompt_tokens=n)), tokens, max_tokens)
         return longest + new_tokens if longest else 0
 
-    def _largest_batch(self, need: dict[str, int], prompts: int) -> int:
+    def _largest_batch(self, need: dict[str, int], gaps: int, prompts: int) -> int:
         """Prompts that fit: everything but the weights grows in proportion to them."""
         max_prompts = float(_MOST_PROMPTS)
         for tier, size in need.items():
-            fixed = self._weights if tier == "device" else 0
+            size, fixed = (size + gaps, self._weights) if tier == "device" else (size, 0)
             max_prompts = min(max_prompts, prompts * ((self._free[tier] or 0) / _MARGIN - fixed) / (size - fixed))
         return max(0, int(max_prompts))
 
