@@ -11,8 +11,7 @@ PROMPT := 'def open(self, path, mode="r"):\n    """Open the file named path'
 # A talk with a chat model; where it cannot be downloaded, the small model in the package goes on with code.
 demo: .venv/kernels .venv/smollm2
 	@if [ -e .venv/smollm2 ]; then \
-		printf '> %s\n' $(QUESTIONS) && printf '\n' && \
-		printf '%s\n/stats\n' $(QUESTIONS) | $(BIN)/engine chat --model smollm2 --temperature 0 --max-new-tokens 80 && \
+		$(BIN)/python tests/support/demo.py smollm2 $(QUESTIONS) && \
 		printf '\nGo on with: $(BIN)/engine chat --model smollm2\n'; \
 	else \
 		printf $(PROMPT) && printf $(PROMPT) | $(BIN)/engine generate - --max-new-tokens 96 --stream --stats \

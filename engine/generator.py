@@ -17,7 +17,7 @@ from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
 from engine.errors import EngineError, OptionError
 from engine.kernels.low_bit_linears import ENCODERS
-from engine.kernels.weight_conversion import convert_linears
+from engine.kernels.weight_conversion import convert_linears, weights_in_words
 from engine.loading.load import load
 from engine.memory.cache_choice import check_new
 from engine.memory.free_memory import find_free
@@ -267,8 +267,7 @@ class Generator:
 
     @property
     def _title(self) -> str:
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        return f"{type(self.model).__name__}, {dtype} on {prompt_device(self.model)}"
+        return f"{type(self.model).__name__}, {weights_in_words(self.model)} on {prompt_device(self.model)}"
 
     @property
     def pools(self) -> dict[str, int]:

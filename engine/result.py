@@ -12,7 +12,7 @@ import torch
 from transformers.cache_utils import Cache as TransformersCache
 
 from configs.cache import NO_CACHE
-from engine.tables import counted, facts, html_table
+from engine.tables import counted, duration, facts, html_table
 
 _SHORT = 50  # characters of a text in a line
 _LONG, _MOST_ROWS = 500, 20  # characters of a text in a table, and its rows
@@ -117,7 +117,7 @@ class Stats:
         cached = f"{self.cached_tokens} in the cache, " if self.cached_tokens else ""
         pairs = [("cache", self.cache), ("tokens", f"{cached}{self.prompt_tokens} read, {self.new_tokens} new")]
         if self.ttft_s is not None:
-            pairs += [("time to first token", f"{1000 * self.ttft_s:.1f} ms")]
+            pairs += [("time to first token", duration(self.ttft_s))]
         if self.decode_tokens_per_s is not None:
             pairs += [("speed", f"{self.decode_tokens_per_s:.1f} tokens/s")]
         if self.drafted_tokens and self.accepted_tokens is not None:

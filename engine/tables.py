@@ -65,8 +65,23 @@ def lengths(prompt_tokens: int, new_tokens: int) -> str:
     return f"{counted(prompt_tokens, 'prompt token')} and {counted(new_tokens, 'new one')}"
 
 
+def outside(token: int, vocabulary: int) -> str:
+    """That an id is no token of a vocabulary."""
+    return f"token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
+
+
 def megabytes(size: int) -> str:
     return f"{size / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """In milliseconds, in seconds from one second on, in minutes and seconds from one minute on."""
+    if seconds < 1:
+        return f"{1000 * seconds:.{1 if seconds >= 0.01 else 2}f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
 
 
 def fits(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> bool:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 import typer
 from rich.console import Console
 
-from engine.cli.rendering import as_json
+from engine.cli.rendering import WordWrap, as_json
+from engine.tables import wrapped
 
 UNREAD = 141  # the exit code that shells show for SIGPIPE
 
@@ -17,6 +19,15 @@ UNREAD = 141  # the exit code that shells show for SIGPIPE
 def say(text: str, end: str = "\n") -> None:
     """Write to standard output and flush. If the reader closed the pipe (`| head`), the command ends."""
     write(sys.stdout, text + end)
+
+
+def say_pieces(pieces: Iterable[str]) -> None:
+    """Write a text as it comes, and the end of its last line. A terminal breaks no word of it."""
+    console = Console()
+    wrap = WordWrap(console.width) if sys.stdout.isatty() and not console.is_dumb_terminal else None
+    for piece in pieces:
+        say(piece if wrap is None else wrap.shown(piece), end="")
+    say("")
 
 
 def say_json(value: object) -> None:
@@ -30,7 +41,7 @@ def mute() -> None:
 
 
 def complain(message: str) -> None:
-    """Write an error in one line to standard error."""
+    """Write an error to standard error, in one line where that is no terminal."""
     _note(f"error: {' '.join(message.split())}", "red")
 
 
@@ -42,7 +53,7 @@ def remark(message: str) -> None:
 
 def tell(text: str) -> None:
     """Write lines to standard error."""
-    write(sys.stderr, text + "\n")
+    write(sys.stderr, _fitted(text) + "\n")
 
 
 def write(stream: TextIO | None, text: str) -> None:
@@ -67,8 +78,16 @@ def leave(stream: TextIO) -> None:
 def _note(message: str, style: str) -> None:
     console = Console(stderr=True, highlight=False)
     with console.capture() as noted:
-        console.print(message, style=style, markup=False, soft_wrap=True)
+        console.print(_fitted(message), style=style, markup=False, soft_wrap=True)
     write(sys.stderr, noted.get())
+
+
+def _fitted(text: str) -> str:
+    """Its lines wrapped to a terminal, which would break words; as they are where standard error is none."""
+    if not _is_watched():
+        return text
+    width = Console(stderr=True).width
+    return "\n".join(wrapped(line, width) for line in text.split("\n"))
 
 
 def _is_watched() -> bool:

@@ -7,6 +7,8 @@ from collections import Counter
 from textwrap import indent
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
+
 from engine import tables
 
 if TYPE_CHECKING:
@@ -39,3 +41,44 @@ def stats(result: Generation, width: int) -> str:
     facts = result.stats.facts()
     facts.insert(2, ("ended by", reasons))
     return tables.facts(facts, width)
+
+
+class WordWrap:
+    """A text that comes in pieces, for a terminal: a word that would cross the edge goes to the next line.
+
+    What is shown of it already is erased. Code between lines with ``` is left to the terminal: a copy of it has no line
+    breaks that are not in the text. width: of the terminal, in cells.
+    """
+
+    def __init__(self, width: int):
+        self._width = width
+        self._line, self._word = "", ""  # of the text, as far as it came
+        self._column = 0
+        self._is_code = False
+
+    def shown(self, piece: str) -> str:
+        """What to write for the next piece."""
+        return "".join(map(self._written, piece))
+
+    def _written(self, character: str) -> str:
+        if character == "\n":
+            self._is_code ^= self._line.lstrip().startswith("```")
+            self._line, self._word, self._column = "", "", 0
+            return character
+        cells = 8 - self._column % 8 if character == "\t" else cell_len(character)
+        self._line += character
+        self._word = "" if character.isspace() else self._word + character
+        self._column += cells
+        if self._column < self._width or self._is_code:  # the last cell stays free: the cursor would not leave it
+            return character
+        if character.isspace():
+            self._column = 0
+            return "\n"
+        word_cells = cell_len(self._word)
+        if word_cells < min(self._column, self._width):
+            self._column, erased = word_cells, word_cells - cells
+            back = f"\x1b[{erased}D\x1b[K" if erased else ""
+            return f"{back}\n{self._word}"
+        if self._column > self._width:  # a word longer than a line, which the terminal goes on with in the next one
+            self._column = cells
+        return character

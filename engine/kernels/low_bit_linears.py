@@ -15,9 +15,10 @@ from torch import nn
 from torch.nn import functional
 
 from caches.platform.torch_api import KeepsDataTypes
-from engine.errors import OptionError
+from engine.errors import InputError, OptionError
 from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits
 from engine.kernels.linear_kernels import has_integer_products, kernels
+from engine.tables import outside
 
 _IN_FULL = 2**22  # elements of weights at a time
 _TENSORS = BlockCodes._fields
@@ -150,8 +151,21 @@ class LowBitEmbedding(nn.Module):
         return self.head.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows = self.head.blocks.rows(input)[..., : self.embedding_dim]
-        return scaled(rows.to(self.head.weight.dtype), self.embed_scale)
+        try:
+            rows = self.head.blocks.rows(input)
+        except (RuntimeError, IndexError):  # the ids are looked at only now: a step has no time for it
+            self._check(input)
+            raise
+        return scaled(rows[..., : self.embedding_dim].to(self.head.weight.dtype), self.embed_scale)
+
+    def _check(self, ids: torch.Tensor) -> None:
+        """Raise `InputError` if there are other numbers than ids of the vocabulary among them."""
+        if ids.is_floating_point():
+            raise InputError(f"token ids are {ids.dtype}: give integers, such as ids.long()") from None
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.num_embeddings:
+            wrong = outside(low if low < 0 else high, self.num_embeddings)
+            raise InputError(f"{wrong}: give ids of this model's own tokenizer") from None
 
 
 def _load_into_head(table: LowBitEmbedding, state: dict[str, torch.Tensor], prefix: str, *others: object) -> None:

@@ -105,6 +105,17 @@ def keep_data_type(model: PreTrainedModel) -> None:
         )
 
 
+def weights_in_words(model: PreTrainedModel) -> str:
+    """What its weights are: their data type, or the bits of their codes, with the data type of the rest."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    bits = sorted({module.blocks.bits for module in model.modules() if isinstance(module, LowBitLinear)})
+    if not bits:
+        return dtype
+    *others, last = map(str, bits)
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"codes of {listed} bits (the rest {dtype})"
+
+
 def only_scales(table: Any) -> bool:
     """Whether embeddings look up rows and multiply them with their `embed_scale`, if they have one, and do no more."""
     if type(table) is nn.Embedding:

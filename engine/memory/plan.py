@@ -17,7 +17,7 @@ from configs import CacheConfig, EngineConfig
 from configs.cache import NO_CACHE
 from engine.errors import InputError, OptionError
 from engine.kernels.low_bit_linears import ENCODERS
-from engine.kernels.weight_conversion import convert_linears
+from engine.kernels.weight_conversion import convert_linears, weights_in_words
 from engine.loading.gguf import put_codes_without_values
 from engine.loading.load import gguf_file, load, load_config
 from engine.loading.placement import read_device, read_dtype
@@ -136,6 +136,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
         model=planned.footprint.name,
         dtype=str(planned.footprint.model.dtype).removeprefix("torch."),
         device=str(planned.device),
+        weights=weights_in_words(planned.footprint.model),
         prompt_tokens=run_shape.source_tokens or run_shape.prompt_tokens,
         max_new_tokens=run_shape.new_tokens,
         batch_size=run_shape.prompts,

@@ -84,6 +84,8 @@ class Plan:
     ----------
     model, dtype, device : str
         The model's class, its data type and the device it computes on.
+    weights : str
+        What they are: the data type, or codes of few bits.
     prompt_tokens, max_new_tokens, batch_size : int
         The arguments of the plan.
     rows : int
@@ -110,6 +112,7 @@ class Plan:
     model: str
     dtype: str
     device: str
+    weights: str
     prompt_tokens: int
     max_new_tokens: int
     batch_size: int
@@ -148,7 +151,7 @@ class Plan:
         """One line; `print(plan)` shows the table."""
         fitting = sum(backend.fits is True for backend in self.backends)
         return (
-            f"Plan({self.model}, {self.dtype} on {self.device}, {self.batch_size} x ({self.prompt_tokens} + "
+            f"Plan({self.model}, {self.weights} on {self.device}, {self.batch_size} x ({self.prompt_tokens} + "
             f"{self.max_new_tokens}) tokens, choice={self.choice!r}, {fitting} of {len(self.backends)} caches fit: "
             "print() shows them)"
         )
@@ -163,7 +166,7 @@ class Plan:
             )
             rows.append([backend.title, *cells])
         tokens = f"{_lengths(self)}, in {counted(self.rows, 'row')}"
-        below = [f"{self.model}, {self.dtype} on {self.device}; {self.batch_size} x {tokens}",
+        below = [f"{self.model}, {self.weights} on {self.device}; {self.batch_size} x {tokens}",
                  f"choice: {self.choice or 'none of them'}; {self.why}"]  # fmt: skip
         return html_table(["cache", "needs", "fits", "longest context", "largest batch", "refused"], rows, below)
 
@@ -189,7 +192,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     free_bytes = {tier: size for tier, size in plan.free_bytes.items() if size is not None}
     components = _kinds(plan.backends)
     return [
-        ("model", f"{plan.model}, {plan.dtype} on {plan.device}"),
+        ("model", f"{plan.model}, {plan.weights} on {plan.device}"),
         ("run", f"{plan.batch_size} x {_lengths(plan)}{rows}"),
         ("weights", megabytes(plan.weight_bytes) + (", loaded" if plan.weights_are_loaded else "")),
         ("last logits", megabytes(plan.logits_bytes)),

@@ -56,9 +56,21 @@ def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
             raise UnsupportedLayerError(
                 f"cache={cache.name!r} re-rotates the keys of the first tokens as the window moves, but the keys of "
                 f"layer {layer} ({view.specs[layer].layer_type}) of {type(model).__name__} are not rotated as its "
-                f"configuration says: {far} positions later they are off by {error:.0%}. Use cache='sliding_window' "
-                "with a window_length, or cache='dynamic'"
+                f"configuration says: {far} positions later they are off by {error:.0%}. {_remedy(model)}"
             )
+
+
+def _remedy(model: PreTrainedModel) -> str:
+    others = "cache='sliding_window' with a window_length, or cache='dynamic'"
+    frequencies = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    for dtype in (torch.bfloat16, torch.float16):
+        if frequencies and all(torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)) for buffer in frequencies):
+            name = str(dtype).removeprefix("torch.")
+            return (
+                f"Its frequencies are rounded to {name}, as by model.to({dtype}): load the model with dtype={name!r} "
+                f"in place of that, which keeps them in float32. Or use {others}"
+            )
+    return f"Use {others}"
 
 
 def _keys(runner: ModelRunner, begin: int) -> list[torch.Tensor | None]:

@@ -27,6 +27,7 @@ from engine.version import __version__
 
 T = TypeVar("T")
 _logger = logging.getLogger("engine")
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _PAGE = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -52,13 +53,13 @@ def make_app(
         await service.close()
 
     app = FastAPI(title="kvengine", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(Gate, most_bytes=most_bytes, api_key=api_key, hosts=hosts)
+    app.add_middleware(Gate, posted=(_CHAT, _COMPLETIONS), most_bytes=most_bytes, api_key=api_key, hosts=hosts)
 
-    @app.post("/v1/chat/completions")
+    @app.post(_CHAT)
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answered(service, body, request)
 
-    @app.post("/v1/completions")
+    @app.post(_COMPLETIONS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answered(service, body, request)
 
@@ -102,10 +103,14 @@ def make_app(
         return JSONResponse(error(message, "invalid_request_error", param=param or None), 400)
 
     @app.exception_handler(HTTPException)
-    async def unknown(_: Request, wrong: HTTPException) -> Response:
+    async def unknown(request: Request, wrong: HTTPException) -> Response:
         if (cause := wrong.__cause__) is not None:  # of a body that cannot be parsed
             return _failed(service, _unread(cause))
-        return JSONResponse(error(str(wrong.detail), "invalid_request_error"), wrong.status_code, wrong.headers)
+        message = str(wrong.detail)
+        if wrong.status_code in (404, 405):
+            asked = f"{request.method} {request.url.path}"
+            message = f"{message}: {asked:.100}; this server has POST {_CHAT}, POST {_COMPLETIONS} and GET /v1/models"
+        return JSONResponse(error(message, "invalid_request_error"), wrong.status_code, wrong.headers)
 
     return app
 

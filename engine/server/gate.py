@@ -12,7 +12,7 @@ import logging
 import re
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from caches.platform.host_allocator import give_back_freed_memory
@@ -44,12 +44,15 @@ def places_of(failed: BaseException) -> str:
 class Gate:
     """An ASGI middleware. api_key: what requests under /v1 and /metrics bring as a bearer token; None for no key.
 
-    hosts: names by which the server may be called; None for any. It keeps web pages of others, whose names resolve to
-    this machine, from using a server that is for this machine alone.
+    posted: the paths whose bodies are read. hosts: names by which the server may be called; None for any. It keeps web
+    pages of others, whose names resolve to this machine, from using a server that is for this machine alone.
     """
 
-    def __init__(self, app: App, most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None):
-        self._app, self._most_bytes, self._api_key, self._hosts = app, most_bytes, api_key, hosts
+    def __init__(
+        self, app: App, posted: Collection[str], most_bytes: int, api_key: str | None, hosts: tuple[str, ...] | None
+    ):
+        self._app, self._posted = app, posted
+        self._most_bytes, self._api_key, self._hosts = most_bytes, api_key, hosts
         self._arriving = 0  # bytes of bodies
         self._gives_back = False  # memory, soon
 
@@ -88,7 +91,8 @@ class Gate:
         if (refusal := self._refusal(scope["path"], headers)) is not None:
             await _refuse(send, *refusal)
             return
-        if scope["method"] != "POST":  # of an answer to HEAD the protocol leaves out the body
+        if scope["method"] != "POST" or scope["path"] not in self._posted:  # what is wrong there is not the body
+            # Of an answer to HEAD the protocol leaves out the body.
             await self._app({**scope, "method": "GET"} if scope["method"] == "HEAD" else scope, receive, send)
             return
         if headers.get(b"content-type", b"").split(b";")[0].strip().lower() != b"application/json":

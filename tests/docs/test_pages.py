@@ -222,7 +222,7 @@ def shown_by(command):
 
 
 def without_times(text):
-    lines = re.sub(r"\d+\.\d (ms|tokens/s)", r"... \1", text).splitlines()
+    lines = re.sub(r"\d+\.\d+ (m?s\b|tokens/s)", lambda figure: "... " + figure[1].removeprefix("m"), text).splitlines()
     return [line.rstrip() for line in lines]
 
 

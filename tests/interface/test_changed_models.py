@@ -186,5 +186,20 @@ def test_a_sink_asks_again_how_keys_are_rotated():
     options = {"cache": "sink", "cache_config": {"window_length": 8, "num_sink_tokens": 2}, "max_new_tokens": NEW}
     engine.generate(model, IDS, **options)
     model.model.rotary_emb.inv_freq.mul_(1.5)
-    with pytest.raises(caches.UnsupportedLayerError, match="are not rotated as its configuration says"):
+    with pytest.raises(caches.UnsupportedLayerError, match=r"are not rotated as its configuration says.*\. Use cache="):
         engine.generate(model, IDS, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sink_says_how_to_load_a_model_in_place_of_a_cast(dtype, tmp_path):
+    options = {"cache": "sink", "cache_config": {"window_length": 8, "num_sink_tokens": 2}, "max_new_tokens": NEW}
+    model = randomised(*ARCHITECTURES["llama"])
+    model.save_pretrained(tmp_path)
+    name = str(dtype).removeprefix("torch.")
+    model.config.max_position_embeddings = 2048  # roundings show far away
+    for cast in (model.to(dtype), model.to(torch.float32)):
+        with pytest.raises(
+            caches.UnsupportedLayerError, match=f"rounded to {name}.*load the model with dtype='{name}'"
+        ):
+            engine.generate(cast, IDS, **options)
+    engine.generate(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=name), IDS, **options)

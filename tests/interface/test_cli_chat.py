@@ -8,11 +8,13 @@ import signal
 import sys
 import time
 
+import demo
 import pytest
 from helpers import Terminal
 
 import caches
 import engine
+from engine.cli.commands import chat as chat_command
 
 
 def test_a_conversation(cli, tmp_path):
@@ -247,6 +249,23 @@ def test_it_is_of_one_process(cli, tmp_path):
     done = cli(["chat", "--config", str(tmp_path / "two.json")])
     assert done.exit_code == 2
     assert "tp=2: a terminal is that of one process" in done.stderr
+
+
+def test_the_banner_names_the_weights_that_are_kept():
+    for weights, shown in (("file", "float32"), ("int4", "codes of 4, 5 and 8 bits (the rest float32)")):
+        generator = engine.Generator(engine.SHIPPED_MODEL, config=engine.EngineConfig(weights=weights))
+        banner = chat_command._banner(generator, generator.chat())
+        assert banner.startswith(f"LlamaForCausalLM, {shown} on cpu, cache dynamic")
+
+
+def test_a_demo_shows_each_question_before_its_answer(capsys):
+    questions = "import os", "x = 1"
+    chat = engine.Generator(engine.SHIPPED_MODEL).chat(max_new_tokens=80, do_sample=False)
+    talk = "".join(f"> {question}\n{chat.send(question).text[0]}\n" for question in questions)
+    demo.main(str(engine.SHIPPED_MODEL), *questions)
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{talk}\n")
+    assert {"time to first token", "speed", "cache size"} <= set(re.split(r"  +|\n", shown))
 
 
 def test_in_a_terminal():

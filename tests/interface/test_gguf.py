@@ -161,7 +161,11 @@ def test_a_plan_counts_the_weights_that_stay(files, type_name, is_tied, weights,
     monkeypatch.setattr("caches.platform.transformers_api.GgufTensor.raw", lambda _: pytest.fail("weights were read"))
     plan = engine.plan(file, weights=weights, **run)
     assert plan.weight_bytes == bytes_of(model) == expected.weight_bytes
-    assert (plan.dtype, plan.weights_are_loaded) == (expected.dtype, False)
+    assert (plan.dtype, plan.weights, plan.weights_are_loaded) == (expected.dtype, expected.weights, False)
+    bits = {"full": "", "int8": "8", "int4": "4, 5 and 8" if is_tied else "4 and 5"}.get(weights, type_name[1:2])
+    has_codes = weights in ("int8", "int4") or (weights == "file" and type_name != "F16")
+    assert plan.weights == (f"codes of {bits} bits (the rest float32)" if has_codes else "float32")
+    assert f"LlamaForCausalLM, {plan.weights} on cpu" in " ".join(str(plan).split())
     needs = [found["dynamic"].need_bytes["device"] for found in (plan, expected)]
     assert needs[0] - needs[1] == plan.weight_bytes
 

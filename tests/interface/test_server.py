@@ -461,6 +461,10 @@ def test_other_wrong_requests(server):
     assert post(CHAT, json={"messages": ["x" * 2**20]}).status_code == 413
     chunked = (b"x" * 2**16 for _ in range(20))
     assert post(CHAT, content=chunked, headers={"Content-Type": "application/json"}).status_code == 413
+    for path in ("/v1/completion", "/v1/embeddings"):  # the path, whatever else may be wrong
+        nowhere = post(path, content="x", headers={"Content-Encoding": "gzip"})
+        assert (nowhere.status_code, path in nowhere.json()["error"]["message"]) == (404, True)
+    assert post("/v1/models", content="x").status_code == 405
     assert server.http.get("/nothing").status_code == 404
     assert server.http.get("/v1/chat/completions").status_code == 405
     assert server.http.get("/docs").status_code == 404

@@ -537,6 +537,10 @@ def test_ids_outside_of_tied_embeddings_are_refused():
     for wrong in (-1, 101):
         with pytest.raises(engine.InputError, match=f"{wrong}.*101"):
             generator.generate(torch.tensor([[3, wrong]]), max_new_tokens=2)
+    for wrong, said in ((torch.tensor([[3, 112]]), "token id 112 .* of 101 tokens"), (torch.tensor([3.0]), "integers")):
+        with pytest.raises(engine.InputError, match=said) as refused:
+            generator.model.get_input_embeddings()(wrong)
+        assert refused.value.__suppress_context__  # the kernel's error names a file that was compiled
 
 
 def test_widths_that_are_no_multiple_are_filled_up():

@@ -1,5 +1,6 @@
 """How results, plans, generators and streams show themselves, are compared and kept in sets; streams are closed."""
 
+import copy
 import json
 import re
 from dataclasses import fields, replace
@@ -121,6 +122,8 @@ def test_generators_and_streams_say_what_they_are(shipped):
     model = tiny_model("llama")
     generator = engine.Generator(model, config=engine.EngineConfig(cache="static"))
     assert repr(generator) == "Generator(LlamaForCausalLM, float32 on cpu, no tokenizer, EngineConfig(cache='static'))"
+    coded = engine.Generator(copy.deepcopy(tiny_model("llama")), config=engine.EngineConfig(weights="int8"))
+    assert repr(coded).startswith("Generator(LlamaForCausalLM, codes of 8 bits (the rest float32) on cpu, ")
     stream = generator.stream(prompt(), max_new_tokens=3)
     assert repr(stream) == "Stream(LlamaForCausalLM, float32 on cpu, cache='static', 0 new tokens shown)"
     shown = len(next(stream).tokens)

@@ -11,7 +11,7 @@ from engine.cli import options, output, values
 from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
 from engine.errors import OptionError
-from engine.tables import facts, terminal_width
+from engine.tables import duration, facts, terminal_width
 
 if TYPE_CHECKING:
     from engine.measuring.decoding import StepTime
@@ -92,13 +92,13 @@ def _divergence(
 
 
 def _rows(step: StepTime, divergence: tuple[Divergence, Divergence] | None, tokens: int) -> list[tuple[str, str]]:
+    typical, least, most = (duration(ms / 1000) for ms in (step.ms, step.least_ms, step.most_ms))
     rows = [
         ("weights", f"{step.weight_bytes / 1e6:,.1f} MB that a step reads"),
         ("cache", f"{step.cache_bytes / 1e6:,.1f} MB after {tokens:,} tokens"),
         ("bandwidth", f"{step.bandwidth / 1e9:.1f} GB/s"),
-        ("lower bound", f"{step.floor_ms:.2f} ms per token: reading both once"),
-        ("measured", f"{step.ms:.2f} ms per token ({step.least_ms:.2f} to {step.most_ms:.2f}), {step.share:.0%} of the "
-         "bandwidth"),
+        ("lower bound", f"{duration(step.floor_ms / 1000)} per token: reading both once"),
+        ("measured", f"{typical} per token ({least} to {most}), {step.share:.0%} of the bandwidth"),
     ]  # fmt: skip
     if divergence is not None:
         lossy, full = divergence

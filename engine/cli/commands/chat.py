@@ -81,12 +81,14 @@ def _chosen_by_default(parameters: Mapping[str, object], model_settings: Generat
 
 
 def _banner(generator: Generator, talk: Chat) -> str:
-    """The model, its data type and context, and the cache."""
+    """The model, its weights and context, and the cache."""
+    from engine.kernels.weight_conversion import weights_in_words
+
     model = generator.model
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     context_text = "" if context is None else f", context of {counted(context, 'token')}"
-    dtype = str(model.dtype).removeprefix("torch.")
-    return f"{type(model).__name__}, {dtype} on {model.device}, cache {talk.backend}{context_text}"
+    weights = weights_in_words(model)
+    return f"{type(model).__name__}, {weights} on {model.device}, cache {talk.backend}{context_text}"
 
 
 class Terminal:
@@ -165,9 +167,7 @@ class Terminal:
 
     def _print(self, chunks: Iterator[Any]) -> None:
         before = self._chat.left_out
-        for chunk in chunks:
-            output.say(chunk.text or "", end="")
-        output.say("")
+        output.say_pieces(chunk.text or "" for chunk in chunks)
         if count := self._chat.left_out - before:
             output.tell(f"(the model's length is reached: the oldest {counted(count, 'message')} were left out)")
 

@@ -9,6 +9,7 @@ import typer
 from engine.cli import options, output
 from engine.cli.libraries import load_generator, start_libraries
 from engine.cli.progress import Work
+from engine.tables import counted, duration
 
 
 @options.takes({None: options.COMPILE})
@@ -26,6 +27,6 @@ def compile(path: str | None, rows: int, dtype: str | None) -> None:
         begun = time.perf_counter()
         prompt = without_padding(torch.ones(rows, 2, dtype=torch.long))
         compiled = generator.warmup(prompt, do_sample=False)
-    output.say(f"Compiled: {compiled}, for {rows} row{'s' * (rows > 1)}, in {time.perf_counter() - begun:.1f} s.")
+    output.say(f"Compiled: {compiled}, for {counted(rows, 'row')}, in {duration(time.perf_counter() - begun)}.")
     if compiled.startswith("off"):
         raise typer.Exit(1)

@@ -22,7 +22,7 @@ from engine.model.model_sizes import most_positions, vocabulary_of
 from engine.parameters import PARAMETERS
 from engine.prompt import PER_TOKEN, Prompt
 from engine.request.call import SAMPLING
-from engine.tables import lengths
+from engine.tables import lengths, outside
 from strategies import Strategy
 from strategies.operations import needs_of
 
@@ -134,7 +134,7 @@ def check_said_ids(model: PreTrainedModel, config: GenerationConfig, options: Ma
             continue
         wrong = [token for token in _flat(getattr(config, name, None)) if not 0 <= token < vocabulary]
         if wrong and (name != "decoder_start_token_id" or model.config.is_encoder_decoder):
-            raise OptionError(_outside(name + ": ", wrong[0], vocabulary))
+            raise OptionError(name + ": " + outside(wrong[0], vocabulary))
     if config.exponential_decay_length_penalty is not None:
         ends = _flat(config.eos_token_id)
         wrong = [token for token in ends if token < 0 or (vocabulary is not None and token >= vocabulary)]
@@ -155,17 +155,13 @@ def _flat(ids: Any) -> list[int]:
     return [] if ids is None or isinstance(ids, float) else [ids]
 
 
-def _outside(where: str, token: int, vocabulary: int) -> str:
-    return f"{where}token id {token} is outside the model's vocabulary of {vocabulary} tokens (0 to {vocabulary - 1})"
-
-
 def check_pad_id(model: PreTrainedModel, pad_id: int, texts: int) -> None:
     """Whether what rows are filled up with that end before others can be fed. texts: rows in the end."""
     vocabulary = vocabulary_of(model)
     if vocabulary is None or 0 <= pad_id < vocabulary:
         return
     raise OptionError(
-        f"{_outside('pad_token_id: ', pad_id, vocabulary)}. Of {texts} texts some may end before the others and are "
+        f"pad_token_id: {outside(pad_id, vocabulary)}. Of {texts} texts some may end before the others and are "
         "then filled up with it: give a pad_token_id from the vocabulary"
     )
 
@@ -211,7 +207,7 @@ def check_vocabulary(reader: object, ids: torch.Tensor, where: str = "") -> None
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         wrong = low if low < 0 else high
-        raise InputError(_outside(where, wrong, vocabulary))
+        raise InputError(where + outside(wrong, vocabulary))
 
 
 def check_mask(prompt: Prompt, mask: torch.Tensor, cached_tokens: int, name: str) -> int:
