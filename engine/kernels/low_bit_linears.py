@@ -74,7 +74,8 @@ class LowBitLinear(KeepsDataTypes):
         if input.shape[:-1].numel() <= self._most_rows and (operators := kernels()) is not None:
             out = operators.block_linears(input.float().contiguous(), *([tensor] for tensor in self.blocks))
         else:
-            out = _product_in_full(input.flatten(0, -2).float(), self.blocks).reshape(*input.shape[:-1], -1)
+            rows = _product_in_full(input.reshape(-1, input.shape[-1]).float(), self.blocks)
+            out = rows.reshape(*input.shape[:-1], rows.shape[-1])
         if out.shape[-1] > self.out_features:
             out = out[..., : self.out_features]
         out = out.to(input.dtype)
