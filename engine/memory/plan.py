@@ -136,7 +136,7 @@ def _planned(planned: PlannedModel, run_shape: RunShape, configs: list[CacheConf
         model=planned.footprint.name,
         dtype=str(planned.footprint.model.dtype).removeprefix("torch."),
         device=str(planned.device),
-        weights=weights_in_words(planned.footprint.model),
+        weights=planned.weights,
         prompt_tokens=run_shape.source_tokens or run_shape.prompt_tokens,
         max_new_tokens=run_shape.new_tokens,
         batch_size=run_shape.prompts,
@@ -261,10 +261,11 @@ def read_planned_model(
         footprint, configs = inspect_model(model, torch_dtype), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
         coded = None if tp > 1 else _coded_model(source, model, torch_dtype, target, weights)
-        size = weight_bytes(coded or footprint.model, tp)
+        whole = coded or footprint.model
+        size, words = weight_bytes(whole, tp), weights_in_words(whole)
         if tp > 1:
             footprint = inspect_model(part_of(model, tp), torch_dtype)
-        return PlannedModel(model, footprint, target, size, False, has_end)
+        return PlannedModel(model, footprint, target, words, size, False, has_end)
     if tp > 1:
         raise OptionError(f"tp={tp} plans a model that is not loaded: give its path or its configuration")
     model, _ = load(model, None, EngineConfig())
@@ -278,7 +279,8 @@ def read_planned_model(
         target = prompt_device(model)
     has_end = model.generation_config.eos_token_id is not None
     footprint = inspect_model(config_of_rank(model), torch_dtype or model.dtype, type(model))
-    return PlannedModel(model.config, footprint, target, weight_bytes(model), is_loaded, has_end)
+    words, size = weights_in_words(model), weight_bytes(model)
+    return PlannedModel(model.config, footprint, target, words, size, is_loaded, has_end)
 
 
 def _coded_model(

@@ -28,11 +28,13 @@ _GAPS = 0.5  # of working memory: what a CPU's allocator cannot use between tens
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """The model of a plan. is_loaded: its weights are in memory. has_end: a token may end a text early."""
+    """The model of a plan. weights: what they are, in words. is_loaded: they are in memory. has_end: a token may end a
+    text early."""
 
     config: PreTrainedConfig
     footprint: ModelFootprint
     device: torch.device
+    weights: str
     weight_bytes: int
     is_loaded: bool
     has_end: bool
