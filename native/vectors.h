@@ -10,6 +10,9 @@
 
 namespace {
 
+// For functions that prefetch: to GCC those have no effect, and it leaves out calls that it has not inlined early.
+#define ALWAYS_INLINE __attribute__((always_inline)) inline
+
 #ifdef __AVX512F__
 constexpr int64_t lanes = 16;
 #else

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../handles.h"
+#include "../vectors.h"
 
 namespace {
 
@@ -17,7 +18,7 @@ struct HeadSlots {
   int64_t stride, count;
 
   // Processors prefetch by themselves within a page of memory only.
-  void prefetch(int64_t slot, int64_t from, int64_t to) const {
+  ALWAYS_INLINE void prefetch(int64_t slot, int64_t from, int64_t to) const {
     for (int64_t at = from; slot < count && at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
   }
 };

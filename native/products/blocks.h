@@ -148,7 +148,7 @@ struct ProductOfBits : BlockProduct {
   }
 
   // What is read ahead while a quad is multiplied: in turn the lines of a group.
-  static void fetch_ahead_of(const uint8_t* codes, int quad) {
+  ALWAYS_INLINE static void fetch_ahead_of(const uint8_t* codes, int quad) {
     if (quad * bits % 8 < bits) fetch_ahead(codes + quad * bits / 8 * bytes_of_line);
   }
 

@@ -71,7 +71,7 @@ struct BlockCodes {
   bool has_halves() const { return factors && !has_least; }
 
   // For a vector of outputs the scale, or (which: 1) the least value or the scale of the last 16 inputs.
-  Lanes scale(int64_t block, int64_t group, int which, int64_t vector = 0) const {
+  ALWAYS_INLINE Lanes scale(int64_t block, int64_t group, int which, int64_t vector = 0) const {
     const int64_t count = has_least ? 2 : 1, index = has_least ? which : 0, at = vector * lanes;
     const int64_t all = factors ? groups / groups_of_scale : groups, place = factors ? group / groups_of_scale : group;
     const Lanes scale = halves_as_floats(scales + ((block * all + place) * count + index) * block_outs + at);

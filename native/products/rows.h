@@ -15,7 +15,9 @@ struct Rows {
 };
 
 constexpr int64_t bytes_of_line = 64, bytes_ahead = 4096;
-inline void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead, 0, 2); }
+ALWAYS_INLINE void fetch_ahead(const void* from) {
+  __builtin_prefetch(static_cast<const char*>(from) + bytes_ahead, 0, 2);
+}
 
 // In one instruction: GCC on AMD Zen takes two where there is one sum only, and then equal rows have other products.
 #if defined(__AVX2__) && defined(__FMA__)
