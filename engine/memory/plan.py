@@ -261,8 +261,8 @@ def read_planned_model(
         footprint, configs = inspect_model(model, torch_dtype), (model, model.get_text_config(decoder=True))
         has_end = any(getattr(config, "eos_token_id", None) is not None for config in configs)
         coded = None if tp > 1 else _coded_model(source, model, torch_dtype, target, weights)
-        whole = coded or footprint.model
-        size, words = weight_bytes(whole, tp), weights_in_words(whole)
+        weighed = coded or footprint.model
+        size, words = weight_bytes(weighed, tp), weights_in_words(weighed)
         if tp > 1:
             footprint = inspect_model(part_of(model, tp), torch_dtype)
         return PlannedModel(model, footprint, target, words, size, False, has_end)

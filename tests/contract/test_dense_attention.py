@@ -171,15 +171,14 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
             both = [shared[-1].repeat_interleave(own // prompts, 0)] if prompts else []
             full.append(torch.cat([*both, after[:own, :, 3 : 3 + count]], 2).double())
         segments = [(*shared, 0, 30)] if prompts else []
-        slots.append(OpenRows(own, [*segments, (*owned, 3, 3 + count)]))
+        slots.append(OpenRows([*segments, (*owned, 3, 3 + count)]))
         first += own
     is_seen = torch.rand(1 if mask == "added" else rows, 1, 1, max(rows.slots for rows in slots)) < 0.7
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
     given = {None: None, "seen": is_seen, "added": added}[mask]
     other = [
-        OpenRows(own, [(keys.clone(), values.clone(), *span) for keys, values, *span in segments])
-        for own, segments in slots
+        OpenRows([(keys.clone(), values.clone(), *span) for keys, values, *span in rows.segments]) for rows in slots
     ]
     attend = kernels.KERNELS.or_error().layer_attention
     assert open_layers([other, slots], given, [None, 0.3])
@@ -246,7 +245,7 @@ def test_what_does_not_fit_is_not_appended(changes, why):
 @needs_kernels
 def test_what_no_token_is_appended_to():
     slots = torch.zeros(2, 2, 5, 8)
-    rows_of = lambda one: OpenRows(len(one), [(one, one, 0, one.shape[2])])  # noqa: E731
+    rows_of = lambda one: OpenRows([(one, one, 0, one.shape[2])])  # noqa: E731
     opened = lambda one, mask=None: open_layers([[rows_of(one)]], mask, [None])  # noqa: E731
     for keys, mask in (
         (slots.double(), None), (torch.zeros(2, 2, 5, 12), None), (slots, torch.ones(2, 1, 1, 6)),
@@ -260,7 +259,7 @@ def test_what_no_token_is_appended_to():
         assert opened(slots)
     with torch.autocast("cpu"), torch.no_grad():
         assert not opened(slots)
-    other = [OpenRows(2, [(slots[:1], slots[:1], 0, 5), (slots, slots, 0, 5)])]
+    other = [OpenRows([(slots[:1], slots[:1], 0, 5), (slots, slots, 0, 5)])]
     with torch.no_grad():
         assert not open_layers([[rows_of(slots)] * 2, other], None, [None] * 2)
     close_layers()
