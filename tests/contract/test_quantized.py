@@ -392,7 +392,7 @@ def test_a_long_prompt_is_never_there_in_full():
     cache.begin(2048)
     for layer in range(6):
         cache.update(columns.clone(), columns.clone(), layer)
-    assert cache.bytes < 0.3 * 6 * 2 * columns.nbytes
+    assert cache.bytes < 0.32 * 6 * 2 * columns.nbytes  # the next residual among them, until the step ends
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,9 @@ def test_no_layer_is_open_after_a_step(llama, appended):
     generator_of(llama).generate(prompt(2), **GREEDY)
     assert appended
     asked = []
-    layer_attention.run(calling_attention, list(torch.zeros(3, 2, 4, 1, 8)), lambda *new: asked.append(new) or new[0])
+    layer_attention.run(
+        [calling_attention], list(torch.zeros(3, 2, 4, 1, 8)), [lambda *new: asked.append(new) or new[0]]
+    )
     assert len(asked) == 1
 
 
@@ -162,7 +164,7 @@ def test_the_name_of_an_exception_is_read(text, kind):
         raise RuntimeError(text)
 
     with pytest.raises(kind, match="SIGTERM"):
-        layer_attention.run(code, [], lambda *new: new[0])
+        layer_attention.run([code], [torch.zeros(1)], [lambda *new: new[0]])
 
 
 @needs_kernels
@@ -275,7 +277,7 @@ def test_a_cache_may_keep_what_it_is_given():
     layer = layer_attention.LayerAttention(0, lambda module, query, *_: (query.transpose(1, 2), None), None, {})
     query, key, value = torch.rand(2, 4, 1, 8), torch.rand(2, 2, 1, 8), torch.rand(2, 2, 1, 8)
     before = key.clone(), value.clone()
-    [found] = layer_attention.run(code, [query, key, value], partial(layer.compute, Keeping(), None))
+    [found] = layer_attention.run([code], [query, key, value], [partial(layer.compute, Keeping(), None)])
     assert found.shape == (2, 1, 4, 8)
     assert all(map(torch.equal, kept, before))
 
