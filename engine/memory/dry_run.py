@@ -57,12 +57,13 @@ class UsageSample:
 class CacheUsage:
     """What a cache takes in a run.
 
-    samples: at the moments when it may be largest. materialized_bytes: of the one tensor that attention makes of a
-    layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: tokens of the prompt's longest
-    step, 0 without a cache. positions: how many the model has to tell apart. pinned: see `DryRun`.
+    samples: at the moments when it may be largest. last: at the end of the run. materialized_bytes: of the one tensor
+    that attention makes of a layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: tokens of
+    the prompt's longest step, 0 without a cache. positions: how many the model has to tell apart. pinned: see `DryRun`.
     """
 
     samples: tuple[UsageSample, ...]
+    last: UsageSample
     materialized_bytes: int
     chunk_tokens: int
     positions: int
@@ -118,7 +119,8 @@ class DryRun:
             self._read_prompt()
             self._branch()
             self._decode()
-        return CacheUsage(tuple(self._samples), self._materialized_bytes, self._chunk, self.positions, self._pinned)
+        samples, last = tuple(self._samples), self._samples[0] if self.cache.handle is None else self._sample()
+        return CacheUsage(samples, last, self._materialized_bytes, self._chunk, self.positions, self._pinned)
 
     def _build(self, config: CacheConfig) -> EngineCache:
         config = config.without_kernels() if self._pinned else config
