@@ -58,8 +58,8 @@ class CacheUsage:
     """What a cache takes in a run.
 
     samples: at the moments when it may be largest. last: at the end of the run. materialized_bytes: of the one tensor
-    that attention makes of a layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: tokens of
-    the prompt's longest step, 0 without a cache. positions: how many the model has to tell apart. pinned: see `DryRun`.
+    that attention makes of a layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: those of
+    the prompt's longest step, 0 without a cache. positions: how many the model tells apart. pinned: see `DryRun`.
     """
 
     samples: tuple[UsageSample, ...]
