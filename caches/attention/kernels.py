@@ -102,9 +102,9 @@ def open_layers(
     It computes attention of one new token per row, and writes its key and value to the last slot of its row first.
     Returns whether the kernel can do that.
 
-    layers: of each layer the rows of the same caches. mask: of all heads, [rows or 1, 1, 1, slots], aligned right, or
-    None. scales: of each layer, see `attention`. The operator: from query [rows, heads, 1, width], key and value
-    [rows, KV heads, 1, width] to [rows, 1, heads, width].
+    layers: of each layer the rows of the same caches, which the caller keeps until then. mask: of all heads,
+    [rows or 1, 1, 1, slots], aligned right, or None. scales: of each layer, see `attention`. The operator: from query
+    [rows, heads, 1, width], key and value [rows, KV heads, 1, width] to [rows, 1, heads, width].
     """
     keys, values, spans, of_first = list[torch.Tensor](), list[torch.Tensor](), list[int](), list[int]()
     for layer in layers:
@@ -128,7 +128,7 @@ def open_layers(
 
 
 def close_layers() -> None:
-    """Let go of the tensors of the layers that this thread has opened."""
+    """Let `layer_attention` compute in Python again: the layers that this thread has opened are over."""
     if (operators := KERNELS.or_none()) is not None:
         operators.close_layers()
 

@@ -35,7 +35,7 @@ class BackendPlan:
     working_bytes : int
         The most that a forward needs in addition to the cache and the logits.
     gap_bytes : int
-        What a CPU's allocator may leave free between tensors. It is not part of `need_bytes`.
+        What is added for the gaps that a CPU's allocator leaves between tensors. It is not part of `need_bytes`.
     need_bytes : dict of str to int
         Of the whole run when it is largest, by place; on a CPU, host memory counts as "device".
     fits : bool or None
