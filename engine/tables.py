@@ -80,8 +80,8 @@ def duration(seconds: float) -> str:
         return f"{1000 * seconds:.{1 if seconds >= 0.01 else 2}f} ms"
     if seconds < 60:
         return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s"
+    minutes, last_seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {last_seconds} s"
 
 
 def fits(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int) -> bool:

@@ -111,8 +111,8 @@ def weights_in_words(model: PreTrainedModel) -> str:
     bits = sorted({module.blocks.bits for module in model.modules() if isinstance(module, LowBitLinear)})
     if not bits:
         return dtype
-    *others, last = map(str, bits)
-    listed = f"{', '.join(others)} and {last}" if others else last
+    *smaller_bits, largest_bits = map(str, bits)
+    listed = f"{', '.join(smaller_bits)} and {largest_bits}" if smaller_bits else largest_bits
     return f"codes of {listed} bits (the rest {dtype})"
 
 

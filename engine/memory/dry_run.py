@@ -47,9 +47,9 @@ class UsageSample:
     def at(self, tiers: Iterable[str]) -> int:
         return sum(self.by_place.get(tier, 0) for tier in tiers)
 
-    def joined(self, other: UsageSample) -> UsageSample:
+    def joined(self, sample: UsageSample) -> UsageSample:
         """The most of both."""
-        by_place, by_kind = _most(self.by_place, other.by_place), _most(self.by_kind, other.by_kind)
+        by_place, by_kind = _larger(self.by_place, sample.by_place), _larger(self.by_kind, sample.by_kind)
         return UsageSample(by_place, by_kind, self.in_prompt)
 
 
@@ -57,13 +57,13 @@ class UsageSample:
 class CacheUsage:
     """What a cache takes in a run.
 
-    samples: at the moments when it may be largest. last: at the end of the run. materialized_bytes: of the one tensor
+    samples: at the moments when it may be largest. final: at the end of the run. materialized_bytes: of the one tensor
     that attention makes of a layer in a step of many tokens, where the layer is not kept as one. chunk_tokens: those of
     the prompt's longest step, 0 without a cache. positions: how many the model tells apart. pinned: see `DryRun`.
     """
 
     samples: tuple[UsageSample, ...]
-    last: UsageSample
+    final: UsageSample
     materialized_bytes: int
     chunk_tokens: int
     positions: int
@@ -119,8 +119,8 @@ class DryRun:
             self._read_prompt()
             self._branch()
             self._decode()
-        samples, last = tuple(self._samples), self._samples[0] if self.cache.handle is None else self._sample()
-        return CacheUsage(samples, last, self._materialized_bytes, self._chunk, self.positions, self._pinned)
+        samples, final = tuple(self._samples), self._samples[0] if self.cache.handle is None else self._sample()
+        return CacheUsage(samples, final, self._materialized_bytes, self._chunk, self.positions, self._pinned)
 
     def _build(self, config: CacheConfig) -> EngineCache:
         config = config.without_kernels() if self._pinned else config
@@ -202,10 +202,10 @@ class DryRun:
             if tokens > FEW_TOKENS:  # then attention reads a quantized or offloaded layer as one tensor
                 materialized = sum(prod(view.base) * view.dtype.itemsize for view in views)
                 self._materialized_bytes = max(self._materialized_bytes, materialized)
-        before = self._sample() if is_sampled else None
+        open_sample = self._sample() if is_sampled else None
         self.cache.commit()
-        if before is not None:  # what is prefetched for the next step comes as what this one has kept goes
-            self._samples.append(before.joined(self._sample()))
+        if open_sample is not None:  # what is prefetched for the next step comes as what this one has kept goes
+            self._samples.append(open_sample.joined(self._sample()))
 
     def _windows(self) -> tuple[list[int], bool]:
         """The windows of the layers that evict tokens, and whether all layers do."""
@@ -239,8 +239,8 @@ class DryRun:
             yield _KINDS["own"], "device", int(self._rows * (per_row + per_token * self.cache.total_tokens))
 
 
-def _most(sizes: dict[str, int], others: dict[str, int]) -> dict[str, int]:
-    return {name: max(sizes.get(name, 0), others.get(name, 0)) for name in sizes | others}
+def _larger(sizes: dict[str, int], later_sizes: dict[str, int]) -> dict[str, int]:
+    return {name: max(sizes.get(name, 0), later_sizes.get(name, 0)) for name in sizes | later_sizes}
 
 
 def _holders(layer: Layer | WrappedLayer, number: int) -> Iterator[tuple[str, Store | RecurrentState]]:

@@ -203,7 +203,7 @@ def cache_bytes(
     single = min(2, tokens - 1)
     run_shape = RunShape(tokens - single, single + 1, prompts=rows, source_tokens=source_tokens)
     run = DryRun(inspect_model(model_config, dtype), config, run_shape, pinned=device_type != "cpu")
-    return run.usage().last.by_place
+    return run.usage().final.by_place
 
 
 def _score_copies(num_beams: int, num_return_sequences: int, do_sample: bool) -> int:

@@ -115,8 +115,8 @@ class Planner:
     def _need(self, usage: CacheUsage, run_shape: RunShape) -> dict[str, int]:
         """Bytes of the whole run by place: of the device the most while the prompt is read, or afterwards."""
         of_prompt, of_token = self._working(usage, run_shape)
-        most = max(usage.device_bytes_in(prompt=True) + of_prompt, usage.device_bytes_in(prompt=False) + of_token)
-        device = most + self.logits_bytes(run_shape) + self._weights
+        peak = max(usage.device_bytes_in(prompt=True) + of_prompt, usage.device_bytes_in(prompt=False) + of_token)
+        device = peak + self.logits_bytes(run_shape) + self._weights
         need = {"device": device, "host": 0 if self._on_cpu else usage.at("host"), "disk": usage.at("disk")}
         return {tier: size for tier, size in need.items() if size}
 

@@ -61,16 +61,16 @@ def check_rope(runner: ModelRunner, cache: EngineCache) -> None:
 
 
 def _remedy(model: PreTrainedModel) -> str:
-    others = "cache='sliding_window' with a window_length, or cache='dynamic'"
+    other_caches = "cache='sliding_window' with a window_length, or cache='dynamic'"
     frequencies = [buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     for dtype in (torch.bfloat16, torch.float16):
         if frequencies and all(torch.equal(buffer, buffer.to(dtype).to(buffer.dtype)) for buffer in frequencies):
             name = str(dtype).removeprefix("torch.")
             return (
                 f"Its frequencies are rounded to {name}, as by model.to({dtype}): load the model with dtype={name!r} "
-                f"in place of that, which keeps them in float32. Or use {others}"
+                f"in place of that, which keeps them in float32. Or use {other_caches}"
             )
-    return f"Use {others}"
+    return f"Use {other_caches}"
 
 
 def _keys(runner: ModelRunner, begin: int) -> list[torch.Tensor | None]:
