@@ -21,6 +21,7 @@ from transformers import (
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    LogitsProcessor,
     MistralConfig,
     OpenAIGPTConfig,
     OpenAIGPTLMHeadModel,
@@ -86,7 +87,7 @@ def options_of(cache):
 
 
 class Watched(engine.Generator):
-    """Notes the most bytes that the cache of its run had before a step was committed."""
+    """Notes the most bytes that the cache of its run had before a step was committed, and where tokens are chosen."""
 
     def most_bytes(self, prompt_tokens, batch_size, cache, options=None, new=NEW, **parameters):
         def watched(*arguments):
@@ -94,17 +95,25 @@ class Watched(engine.Generator):
             commit = self.live.commit
 
             def note_and_commit(*rejected):
-                self.most = max(self.most, self.live.bytes)
+                note()
                 commit(*rejected)
 
             self.live.commit = note_and_commit
             return self.live
 
+        def note():
+            self.most = max(self.most, self.live.bytes)
+
+        class Look(LogitsProcessor):
+            def __call__(_, ids, scores):
+                note()
+                return scores
+
         ids = torch.randint(3, 100, (batch_size, prompt_tokens))
         parameters |= {"cache": cache, "cache_config": options or None, "max_new_tokens": new}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("engine.run_builder.new_cache", watched)
-            out = self.generate(ids, **parameters)
+            out = self.generate(ids, logits_processor=[Look()], **parameters)
         return max(self.most, out.stats.cache_bytes)
 
 
