@@ -71,11 +71,12 @@ class LowBitLinear(KeepsDataTypes):
         )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.shape[:-1].numel() <= self._most_rows and (operators := kernels()) is not None:
+        rows = input.numel() // self.in_features  # `Size.numel` would make a constant of it in compiled code
+        if rows <= self._most_rows and (operators := kernels()) is not None:
             out = operators.block_linears(input.float().contiguous(), *([tensor] for tensor in self.blocks))
         else:
-            rows = _product_in_full(input.reshape(-1, input.shape[-1]).float(), self.blocks)
-            out = rows.reshape(*input.shape[:-1], rows.shape[-1])
+            full = _product_in_full(input.reshape(-1, self.in_features).float(), self.blocks)
+            out = full.reshape(*input.shape[:-1], full.shape[-1])
         if out.shape[-1] > self.out_features:
             out = out[..., : self.out_features]
         out = out.to(input.dtype)
