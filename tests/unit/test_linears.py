@@ -117,7 +117,9 @@ def test_layers_that_others_replace_are_freed():
 
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
-    monkeypatch.setattr(linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ("torch", *("mm",) * 6)))
+    monkeypatch.setattr(
+        linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ("torch", *("mm",) * 6))
+    )
     model = copy.deepcopy(tiny_model("llama"))
     generator, seen = engine.Generator(model), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
