@@ -1,4 +1,5 @@
-// Attention over float32 keys and values: of one token for each of many rows, and of several tokens.
+// Attention over keys and values of float32, bfloat16 or float16: of one token for each of many rows, and of several
+// tokens. Sums are float32.
 
 #include <torch/csrc/stable/library.h>  // the stable interface compiles in seconds
 #include <torch/csrc/stable/ops.h>
@@ -11,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <stdexcept>
+#include <type_traits>
 #include <vector>
 
 #include "attention/common_slots.h"
@@ -23,7 +25,7 @@
 
 namespace {
 
-constexpr auto Float = torch::headeronly::ScalarType::Float, Bool = torch::headeronly::ScalarType::Bool;
+constexpr auto Bool = torch::headeronly::ScalarType::Bool;
 
 // The rows of a cache. layout: their number, and how many segments they have. Those are read in this order.
 Part part_of(int64_t first, const int64_t* layout, const Slots* keys, const Slots* values, int64_t mask_slots) {
@@ -63,15 +65,20 @@ void check_segments(Borrowed queries, std::span<const Slots> keys, std::span<con
   for (size_t i = 1; are_counts && i < parts.size(); i += 2) are_counts = parts[i] > 0, segments += parts[i];
   STD_TORCH_CHECK(are_counts && segments == keys.size() && segments == values.size(), keys.size(),
                   " segments of keys and ", values.size(), " of values, which are not those of the caches");
-  STD_TORCH_CHECK(queries.is_float() && (!mask || Borrowed(*mask).is_float()), not_floats);
+  const auto is_other = [type = type_of(queries)](const Slots& of) { return of.type != type; };
+  STD_TORCH_CHECK(std::none_of(keys.begin(), keys.end(), is_other) &&
+                    std::none_of(values.begin(), values.end(), is_other),
+                  other_types);
+  STD_TORCH_CHECK(!mask || Borrowed(*mask).is_float(), "a mask of another data type than float32");
 }
 
 // Copies the rows of `from` [rows, heads, 1, width] that begin at `first` to the last slots of an open segment.
+template <class Element>
 void copy_last(Borrowed from, int64_t first, const Slots& to) {
   int64_t out_of[4];  // asking a tensor takes longer than copying a number
   for (int64_t axis = 0; axis < 4; axis++) out_of[axis] = from.stride(axis);
-  const float* source = from.values<float>() + first * out_of[0];
-  float* target = const_cast<float*>(to.data) + (to.count - 1) * to.stride;
+  const Element* source = from.values<Element>() + first * out_of[0];
+  Element* target = const_cast<Element*>(to.of<Element>(0, 0, to.count - 1, 1).data);
   for (int64_t row = 0; row < to.rows; row++)
     for (int64_t head = 0; head < to.heads; head++)
       for (int64_t i = 0; i < to.width; i++)
@@ -82,18 +89,21 @@ void append(const Work& work, Borrowed key, Borrowed value, std::span<const Slot
             std::span<const Slots> values) {
   for (const auto& [added, width] : {std::pair(key, work.width), std::pair(value, work.out_width)})
     STD_TORCH_CHECK(added.size(0) == work.rows && added.size(1) == work.heads && added.size(2) == 1 &&
-                      added.size(3) == width && added.is_float(),
+                      added.size(3) == width && type_of(added) == keys[0].type,
                     "new keys or values of ", added.size(0), " rows, ", added.size(1), " heads of size ", added.size(3),
-                    " in caches of ", work.rows, " rows, ", work.heads, " heads of size ", width, " in float32");
+                    " in caches of ", work.rows, " rows, ", work.heads, " heads of size ", width,
+                    ", or of another data type");
   std::vector<size_t> last;
   for (const Part& part : work.parts) {
     last.push_back((last.empty() ? -1 : last.back()) + part.common.size() + part.own.size());
     STD_TORCH_CHECK(keys[last.back()].rows == part.rows && keys[last.back()].count > 0,
                     "a cache of ", part.rows, " rows without a slot for the new token of each");
   }
-  for (size_t i = 0; i < last.size(); i++)
-    for (const auto& [from, to] : {std::pair(key, keys[last[i]]), std::pair(value, values[last[i]])})
-      copy_last(from, work.parts[i].first, to);
+  with_element(keys[0].type, [&](auto element) {
+    for (size_t i = 0; i < last.size(); i++)
+      for (const auto& [from, to] : {std::pair(key, keys[last[i]]), std::pair(value, values[last[i]])})
+        copy_last<decltype(element)>(from, work.parts[i].first, to);
+  });
 }
 
 // The queries, times `scale`.
@@ -101,14 +111,16 @@ std::vector<float> scaled(Borrowed queries, float scale) {
   int64_t sizes[4], strides[4];
   for (int64_t axis = 0; axis < 4; axis++) sizes[axis] = queries.size(axis), strides[axis] = queries.stride(axis);
   std::vector<float> found(sizes[0] * sizes[1] * sizes[2] * sizes[3]);
-  const float* data = queries.values<float>();
   float* to = found.data();
-  for (int64_t row = 0; row < sizes[0]; row++)
-    for (int64_t head = 0; head < sizes[1]; head++)
-      for (int64_t query = 0; query < sizes[2]; query++) {
-        const float* from = data + row * strides[0] + head * strides[1] + query * strides[2];
-        for (int64_t i = 0; i < sizes[3]; i++) *to++ = from[i * strides[3]] * scale;
-      }
+  with_element(type_of(queries), [&](auto element) {
+    const auto* data = queries.values<decltype(element)>();
+    for (int64_t row = 0; row < sizes[0]; row++)
+      for (int64_t head = 0; head < sizes[1]; head++)
+        for (int64_t query = 0; query < sizes[2]; query++) {
+          const auto* from = data + row * strides[0] + head * strides[1] + query * strides[2];
+          for (int64_t i = 0; i < sizes[3]; i++) *to++ = as_float(from[i * strides[3]]) * scale;
+        }
+  });
   return found;
 }
 
@@ -140,8 +152,18 @@ Tensor attend(Borrowed queries, std::span<const Slots> keys, std::span<const Slo
   if (new_key) append(work, *new_key, *new_value, keys, values);
   read_common_slots(work);
   const int64_t of_heads = queries.size(1), tokens = queries.size(2);
-  Tensor out = empty_floats({work.rows, by_token ? tokens : of_heads, by_token ? of_heads : tokens, work.out_width});
-  read_rows(work, part_of_row, Borrowed(out).values<float>());
+  const Tensor out = empty_of(queries.type(), {work.rows, by_token ? tokens : of_heads, by_token ? of_heads : tokens,
+                                               work.out_width});
+  with_element(type_of(queries), [&](auto element) {
+    auto* to = Borrowed(out).values<decltype(element)>();
+    if constexpr (std::is_same_v<decltype(element), float>) {
+      read_rows(work, part_of_row, to);
+    } else {
+      std::vector<float> wide(work.rows * asked * work.out_width);
+      read_rows(work, part_of_row, wide.data());
+      round_each(wide.data(), wide.size(), to);
+    }
+  });
   return out;
 }
 
@@ -157,8 +179,10 @@ Tensor dense_attention(Tensor queries, std::vector<Tensor> keys, std::vector<Ten
 // where a token sees no slot.
 void prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask, double scale, Tensor out) {
   const int64_t rows = query.size(0), heads = key.size(1), tokens = query.size(2), slots = key.size(2);
-  for (const Tensor& one : {query, key, value, out})
-    STD_TORCH_CHECK(one.scalar_type() == Float && one.stride(3) == 1, "not contiguous vectors of float32");
+  for (const Tensor& one : {query, key, value, out}) {
+    STD_TORCH_CHECK(type_of(one) != Type::none && type_of(one) == type_of(query), other_types);
+    STD_TORCH_CHECK(one.stride(3) == 1, "not contiguous vectors");
+  }
   STD_TORCH_CHECK(heads > 0 && query.size(1) % heads == 0 && key.size(0) == rows && key.size(3) == query.size(3) &&
                     value.size(0) == rows && value.size(1) == heads && value.size(2) == slots,
                   "keys and values that do not fit the queries");
@@ -179,10 +203,10 @@ void prompt_attention(Tensor query, Tensor key, Tensor value, std::optional<Tens
   } else {
     for (int64_t token = 0; token < tokens; token++) visible[token] = {0, std::min(token + 1, slots), nullptr};
   }
-  read_prompt({static_cast<const float*>(query.const_data_ptr()), query.stride(0), query.stride(1), query.stride(2),
+  read_prompt({query.const_data_ptr(), query.stride(0), query.stride(1), query.stride(2),
                Slots(key), Slots(value), rows, heads, query.size(1) / heads, tokens, query.size(3), value.size(3),
                static_cast<float>(scale), visible.data(), mask_rows > 1 ? tokens : 0,
-               static_cast<float*>(out.mutable_data_ptr())});
+               out.mutable_data_ptr()});
 }
 
 // What the layers of a step attend to, from `open_layers` to `close_layers` in the same thread. Its caller keeps the
@@ -204,7 +228,7 @@ thread_local OpenStep open_step;
 void close_layers() { open_step = {}; }
 
 bool can_be_read(const Tensor& one) {
-  return one.dim() == 4 && Borrowed(one).is_float() && one.is_cpu() && one.size(3) % 8 == 0 && one.stride(3) == 1;
+  return one.dim() == 4 && type_of(one) != Type::none && one.is_cpu() && one.size(3) % 8 == 0 && one.stride(3) == 1;
 }
 
 // The slots of the longest cache.
@@ -234,6 +258,7 @@ bool open_layers(std::vector<Tensor> keys, std::vector<Tensor> values, std::vect
   step.keys.reserve(keys.size()), step.values.reserve(keys.size());
   for (size_t at = 0; at < keys.size(); at++) {
     if (!can_be_read(keys[at]) || !can_be_read(values[at])) return false;
+    if (type_of(keys[at]) != type_of(keys[0]) || type_of(values[at]) != type_of(keys[0])) return false;
     step.keys.emplace_back(keys[at], spans[2 * at], spans[2 * at + 1]);
     step.values.emplace_back(values[at], spans[2 * at], spans[2 * at + 1]);
   }

@@ -11,7 +11,7 @@
 | one tensor, many keys | several, causal or masked | the kernel of `kernels.prompt_attention` |
 | anything else | | torch, on one tensor |
 
-Kernels are those of float32 on a CPU, and where they cannot compute something, torch does. The first line, and those of
+Kernels are those of float32, bfloat16 and float16 on a CPU (codes: of float32), and where they cannot compute something, torch does. The first line, and those of
 one tensor, are for steps of the engine, in place of transformers' function: `engine.kernels.attention_hook` asks here.
 In compiled layers `kernels.open_layers` takes the place of the table where all layers of a step are open.
 """
@@ -41,12 +41,12 @@ def attention(
 
     torch's kernel for grouped heads reads the keys and values once per query head, and a model that repeats them copies
     them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Results
-    differ by rounding, so 16 bits are left to torch.
+    differ by rounding: 16 bits are packed for kernels alone, which sum in float32.
 
     query: [rows, heads, tokens, width]. key, value: [rows, KV heads, slots, width]. mask: 4D, or None. scale: of the
     scores; None for width**-0.5. is_causal: whether, without a mask, a token sees the tokens up to itself alone.
     """
-    is_plain = query.is_cpu and query.dtype in _EXACT_ENOUGH and type(key) is torch.Tensor
+    is_plain = query.is_cpu and type(key) is torch.Tensor
     if not is_plain or query.ndim != 4 or key.ndim != 4:
         return None
     (rows, heads, tokens, width), kv_heads = query.shape, key.shape[1]
@@ -61,6 +61,8 @@ def attention(
         output = kernels.attention(query, [CacheRows.of_tensor(key)], [CacheRows.of_tensor(value)], mask, scale)
         if output is not None:
             return output.transpose(1, 2)
+    if query.dtype not in _EXACT_ENOUGH:
+        return None
     packed = query.reshape(rows, kv_heads, -1, width)
     output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)
     return output.reshape(rows, 1, heads, value.shape[-1])

@@ -1,4 +1,4 @@
-"""The C++ kernels of attention over float32 keys and values on a CPU: of rows that share a prefix, of rows of several
+"""The C++ kernels of attention over keys and values of float32 and 16 bits on a CPU: of rows that share a prefix, of rows of several
 caches, of long texts, of prompts. In compiled layers a kernel also writes the new keys and values into the cache.
 
 A shared prefix is read once for all its rows, no tensor of scores is made, and the keys and values of a row are
@@ -17,6 +17,7 @@ from torch import library
 from caches.attention.segments import CacheRows, OpenRows
 from caches.platform.native import Operators
 
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IS_FASTER = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # for prompts, measured on these
 _TOGETHER = 16  # queries of a head that a thread takes at least: with fewer for all threads, torch's is faster
 
@@ -55,14 +56,16 @@ def attention(
     """
     rows, heads, tokens, width = query.shape
     tensors = _tensors_of(keys, values)
-    if tensors is None or query.dtype != torch.float32 or not query.is_cpu:
+    if tensors is None or not query.is_cpu:
         return None
     of_keys, of_values, counts = tensors
     if not all(map(_can_be_read, of_keys)) or not all(map(_can_be_read, of_values)):
         return None
+    if any(tensor.dtype != query.dtype for tensor in (*of_keys, *of_values)):
+        return None
     added = None
     if mask is not None:
-        added = to_add(mask, query.dtype)
+        added = to_add(mask, torch.float32)
         by_head = added.expand(rows, heads, tokens, added.shape[-1]).unflatten(1, (keys[0].shape[1], -1))
         added = by_head.flatten(2, 3).float()
     if not _can_compute(query, *of_keys, *of_values, *(() if added is None else (added,))):
@@ -164,7 +167,7 @@ def _tensors_of(
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype == torch.float32
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in _TYPES
     return is_plain and tensor.shape[-1] % 8 == 0 and tensor.stride(-1) == 1
 
 
@@ -180,6 +183,8 @@ def _is_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
     of_rows, kv_heads, slots = key.shape[:3]
     fit = of_rows == rows and heads % kv_heads == 0 and key.shape[3] == width and value.shape[:3] == key.shape[:3]
     if not (fit and _can_be_read(query) and _are_side_by_side(key) and _are_side_by_side(value)):
+        return False
+    if not query.dtype == key.dtype == value.dtype:
         return False
     if mask is None:
         return True

@@ -35,14 +35,14 @@ struct Group {
   }
   int64_t query_of(int64_t one) const { return (first + one) % work.each; }
 
-  void read(const Segment& segment, int64_t begin, int64_t slots) {
-    queries.score(segment.keys.of(prompt, head, begin, slots));
+  // mask_at: the first of the slots in the mask.
+  void read(const HeadSlots<float>& keys, const HeadSlots<float>& values, int64_t mask_at) {
+    queries.score(keys);
     if (work.mask)
       for (int64_t one = 0; one < count; one++)
-        for (int64_t i = 0; i < slots; i++)
-          queries.scores[i * queries.size + one] +=
-            work.added(row_of(one), head, query_of(one), segment.begin + begin + i);
-    queries.add(segment.values.of(prompt, head, begin, slots));
+        for (int64_t i = 0; i < keys.count; i++)
+          queries.scores[i * queries.size + one] += work.added(row_of(one), head, query_of(one), mask_at + i);
+    queries.add(values);
   }
 
   void write(Work& to, int64_t share) const {
@@ -68,11 +68,16 @@ void read_common(Work& work, const Task& task, int64_t first, int64_t end) {
   groups.reserve((end - first + size - 1) / size);
   for (; first < end; first += size)
     groups.emplace_back(work, part, task.prompt, task.head, first, std::min(size, end - first));
+  FloatSlots of_keys, of_values;
   int64_t from = part.common_slots * task.share / part.shares, to = part.common_slots * (task.share + 1) / part.shares;
   for (const Segment& segment : part.common) {
     const int64_t last = std::min(segment.keys.count, to);
-    for (int64_t begin = std::max<int64_t>(0, from); begin < last; begin += block)
-      for (auto& group : groups) group.read(segment, begin, std::min(block, last - begin));
+    for (int64_t begin = std::max<int64_t>(0, from); begin < last; begin += block) {
+      const int64_t slots = std::min(block, last - begin);
+      const HeadSlots<float> keys = of_keys.of(segment.keys, task.prompt, task.head, begin, slots);
+      const HeadSlots<float> values = of_values.of(segment.values, task.prompt, task.head, begin, slots);
+      for (auto& group : groups) group.read(keys, values, segment.begin + begin);
+    }
     from -= segment.keys.count, to -= segment.keys.count;
   }
   for (const auto& group : groups) group.write(work, task.share);

@@ -34,31 +34,32 @@ struct OfRow {
   }
 
   // The scores of four slots from `slot` on. Slots after the last get the score of the last.
-  template <class Vector, int some>
-  void score(const float* asked, const HeadSlots& keys, int64_t slot, float* scores) const {
-    const float* from[4];
+  template <class Vector, int some, class Element>
+  void score(const float* asked, const HeadSlots<Element>& keys, int64_t slot, float* scores) const {
+    const Element* from[4];
     for (int i = 0; i < 4; i++) from[i] = keys.data + std::min(slot + i, keys.count - 1) * keys.stride;
     Vector sums[some][4] = {};
     for (int64_t at = 0; at < work.width; at += sizeof(Vector) / sizeof(float))
       for (int one = 0; one < some; one++) {
         const Vector of_query = load<Vector>(asked + one * work.width + at);
-        for (int i = 0; i < 4; i++) sums[one][i] += of_query * load<Vector>(from[i] + at);
+        for (int i = 0; i < 4; i++) sums[one][i] += of_query * floats<Vector>(from[i] + at);
       }
     for (int one = 0; one < some; one++) store(totals(sums[one]), scores + one * block + slot);
   }
 
   // Adds some vectors of the weighted values of all slots. Prefetches the keys of the next ones.
-  template <class Vector, int some, int vectors>
-  void add(const HeadSlots& values, int64_t at, const float* scores, float* to, const HeadSlots& next) const {
+  template <class Vector, int some, int vectors, class Element>
+  void add(const HeadSlots<Element>& values, int64_t at, const float* scores, float* to,
+           const HeadSlots<Element>& next) const {
     constexpr int64_t size = sizeof(Vector) / sizeof(float);
-    const float* from = values.data + at;
+    const Element* from = values.data + at;
     Vector sums[some][vectors];
     for (int one = 0; one < some; one++)
       for (int v = 0; v < vectors; v++) sums[one][v] = load<Vector>(to + one * work.out_width + at + v * size);
     for (int64_t i = 0; i < values.count; i++, from += values.stride) {
       next.prefetch(i, at, at + vectors * size);
       for (int v = 0; v < vectors; v++) {
-        const Vector value = load<Vector>(from + v * size);
+        const Vector value = floats<Vector>(from + v * size);
         for (int one = 0; one < some; one++) sums[one][v] += value * scores[one * block + i];
       }
     }
@@ -67,8 +68,9 @@ struct OfRow {
   }
 
   // Some queries with a block of slots, the next of which are prefetched.
-  template <class Vector, int some>
-  void read(int64_t query, const HeadSlots& keys, const HeadSlots& values, const HeadSlots& next, int64_t mask_at) {
+  template <class Vector, int some, class Element>
+  void read(int64_t query, const HeadSlots<Element>& keys, const HeadSlots<Element>& values,
+            const HeadSlots<Element>& next, int64_t mask_at) {
     constexpr int64_t size = sizeof(Vector) / sizeof(float);
     alignas(64) float scores[some * block];
     const float* asked = work.queries + work.at(row, head, query) * work.width;
@@ -91,13 +93,13 @@ struct OfRow {
     for (; at < work.out_width; at += size) add<Vector, some, 1>(values, at, scores, to, next);
   }
 
-  template <class Vector>
+  template <class Vector, class Element>
   void read_from(const Segment& segment, int64_t begin, int64_t end) {
     for (; begin < end; begin += block) {
       const int64_t slots = std::min(block, end - begin), mask_at = segment.begin + begin;
-      const HeadSlots keys = segment.keys.of(row - part.first, head, begin, slots);
-      const HeadSlots values = segment.values.of(row - part.first, head, begin, slots);
-      HeadSlots next = segment.keys.of(row - part.first, head, begin + slots, std::min(block, end - begin - slots));
+      const auto keys = segment.keys.of<Element>(row - part.first, head, begin, slots);
+      const auto values = segment.values.of<Element>(row - part.first, head, begin, slots);
+      auto next = segment.keys.of<Element>(row - part.first, head, begin + slots, std::min(block, end - begin - slots));
       int64_t query = 0;
       for (; query + 4 <= work.each; query += 4, next.count = 0) read<Vector, 4>(query, keys, values, next, mask_at);
       if (work.each - query == 3) read<Vector, 3>(query, keys, values, next, mask_at);
@@ -111,8 +113,10 @@ struct OfRow {
     const bool fill_lanes = work.width % lanes == 0 && work.out_width % lanes == 0;
     for (const Segment& segment : part.own) {
       const int64_t begin = segment.keys.count * share / shares, end = segment.keys.count * (share + 1) / shares;
-      if (fill_lanes) read_from<Lanes>(segment, begin, end);
-      else read_from<Eight>(segment, begin, end);
+      with_element(segment.keys.type, [&](auto element) {
+        if (fill_lanes) read_from<Lanes, decltype(element)>(segment, begin, end);
+        else read_from<Eight, decltype(element)>(segment, begin, end);
+      });
     }
   }
 };

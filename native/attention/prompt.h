@@ -39,14 +39,14 @@ inline Visible visible_by(const uint8_t* mask, int64_t slots) {
 }
 
 struct Prompt {
-  const float* queries;
+  const void* queries;  // of the same elements as keys, values and out
   int64_t of_row, of_head, of_token;  // strides of the queries
   Slots keys, values;
   int64_t rows, heads, each, tokens, width, out_width;  // each: heads of queries that read one head of keys
   float scale;
   const Visible* visible;  // [rows or 1, tokens]
   int64_t visible_of_row;  // its stride
-  float* out;  // [rows, tokens, heads * each, out_width]
+  void* out;  // [rows, tokens, heads * each, out_width]
 
   const Visible& visible_to(int64_t row, int64_t token) const { return visible[row * visible_of_row + token]; }
 };
@@ -60,9 +60,11 @@ struct PromptLanes {
 
   PromptLanes(const Prompt& prompt, int64_t row, int64_t head, int64_t first, int64_t count)
       : prompt(prompt), row(row), head(head), first(first), count(count), queries(prompt.width, prompt.out_width) {
-    const float* from = prompt.queries + row * prompt.of_row + head * prompt.each * prompt.of_head;
-    for_each_lane([&](int64_t lane, int64_t token, int64_t query) {
-      queries.set(lane, from + token * prompt.of_token + query * prompt.of_head, prompt.scale);
+    with_element(prompt.keys.type, [&](auto element) {
+      const auto* from = static_cast<const decltype(element)*>(prompt.queries) + row * prompt.of_row;
+      for_each_lane([&](int64_t lane, int64_t token, int64_t query) {
+        queries.set(lane, from + token * prompt.of_token + (head * prompt.each + query) * prompt.of_head, prompt.scale);
+      });
     });
   }
 
@@ -84,12 +86,13 @@ struct PromptLanes {
       any = {std::min(any.begin, visible.begin), std::max(any.end, visible.end), nullptr};
       all = {std::max(all.begin, visible.begin), std::min(all.end, visible.end), visible.mask ? visible.mask : all.mask};
     }
+    FloatSlots of_keys, of_values;
     for (int64_t begin = any.begin; begin < any.end; begin += block) {
       const int64_t slots = std::min(block, any.end - begin);
-      queries.score(prompt.keys.of(row, head, begin, slots));
+      queries.score(of_keys.of(prompt.keys, row, head, begin, slots));
       if (all.mask || begin < all.begin || begin + slots > all.end)
         for (int64_t one = token; one < end; one++) hide(one, begin, begin + slots);
-      queries.add(prompt.values.of(row, head, begin, slots));
+      queries.add(of_values.of(prompt.values, row, head, begin, slots));
     }
   }
 
@@ -110,11 +113,14 @@ struct PromptLanes {
 
   void write() const {
     const int64_t width = prompt.out_width, of_token = prompt.heads * prompt.each * width;
-    float* to = prompt.out + row * prompt.tokens * of_token + head * prompt.each * width;
-    for_each_lane([&](int64_t lane, int64_t token, int64_t query) {
-      const float total = queries.total[lane];
-      const float factor = total == 0 ? 0 : 1 / total;  // 0 where the token sees no slot
-      queries.get(lane, factor, to + token * of_token + query * width);
+    const int64_t begin = row * prompt.tokens * of_token + head * prompt.each * width;
+    with_element(prompt.keys.type, [&](auto element) {
+      auto* to = static_cast<decltype(element)*>(prompt.out) + begin;
+      for_each_lane([&](int64_t lane, int64_t token, int64_t query) {
+        const float total = queries.total[lane];
+        const float factor = total == 0 ? 0 : 1 / total;  // 0 where the token sees no slot
+        queries.get(lane, factor, to + token * of_token + query * width);
+      });
     });
   }
 };

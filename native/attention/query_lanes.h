@@ -73,24 +73,26 @@ struct QueryLanes {
     std::fill(total, total + size, 0.0f);
   }
 
-  void set(int64_t lane, const float* query, float scale) {
+  template <class Element>
+  void set(int64_t lane, const Element* query, float scale) {
     float* to = transposed.data() + lane;
-    for (int64_t i = 0; i < width; i++) to[i * size] = query[i] * scale;
+    for (int64_t i = 0; i < width; i++) to[i * size] = as_float(query[i]) * scale;
   }
 
   // The sums of a query, times `factor`.
-  void get(int64_t lane, float factor, float* to) const {
+  template <class Element>
+  void get(int64_t lane, float factor, Element* to) const {
     const float* from = sums.data() + lane;
-    for (int64_t i = 0; i < out_width; i++) to[i] = from[i * size] * factor;
+    for (int64_t i = 0; i < out_width; i++) round_to(from[i * size] * factor, to + i);
   }
 
   // `score` and `add` are not inlined, so that their code is compiled once.
-  __attribute__((noinline)) void score(const HeadSlots& keys) {
+  __attribute__((noinline)) void score(const HeadSlots<float>& keys) {
     product<vectors, false>(keys.data, keys.count, keys.stride, 1, transposed.data(), width, scores);
   }
 
   // Turns the scores into weights, and adds the values times these.
-  __attribute__((noinline)) void add(const HeadSlots& values) {
+  __attribute__((noinline)) void add(const HeadSlots<float>& values) {
     for (int64_t v = 0; v < size; v += lanes) weigh(v, values.count);
     product<vectors, true>(values.data, out_width, 1, values.stride, scores, values.count, sums.data());
   }

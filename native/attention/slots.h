@@ -1,10 +1,12 @@
-// Where the slots of keys and values are.
+// Where the slots of keys and values are, which are of float32 or of 16 bits.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <vector>
 
+#include "../elements.h"
 #include "../handles.h"
 #include "../vectors.h"
 
@@ -13,39 +15,76 @@ namespace {
 using torch::stable::Tensor;
 
 // The keys or values of some slots of one head.
+template <class Element>
 struct HeadSlots {
-  const float* data;
+  const Element* data;
   int64_t stride, count;
 
   // Processors prefetch by themselves within a page of memory only.
   ALWAYS_INLINE void prefetch(int64_t slot, int64_t from, int64_t to) const {
-    for (int64_t at = from; slot < count && at < to; at += 16) __builtin_prefetch(data + slot * stride + at, 0, 2);
+    constexpr int64_t line = 64 / sizeof(Element);
+    for (int64_t at = from; slot < count && at < to; at += line) __builtin_prefetch(data + slot * stride + at, 0, 2);
   }
 };
 
-constexpr char not_floats[] = "tensors of another data type than float32";
+enum class Type { none, floats, brains, halves };
+
+inline Type type_of(Borrowed tensor) {
+  const int32_t type = tensor.type();
+  if (type == aoti_torch_dtype_float32()) return Type::floats;
+  if (type == aoti_torch_dtype_bfloat16()) return Type::brains;
+  return type == aoti_torch_dtype_float16() ? Type::halves : Type::none;
+}
+
+// function(an element of this type)
+template <class Function>
+void with_element(Type type, const Function& function) {
+  if (type == Type::floats) function(float{});
+  if (type == Type::brains) function(Brain{});
+  if (type == Type::halves) function(Half{});
+}
+
+constexpr char other_types[] = "tensors of other data types than float32, bfloat16 or float16, or of several";
 
 // Keys or values [rows, heads, slots, width] of a segment.
 struct Slots {
-  const float* data;
-  int64_t rows, heads, count, width, of_row, of_head, stride;
+  Type type;
+  const void* data;
+  int64_t rows, heads, count, width, of_row, of_head, stride, first = 0;
 
   Slots(Borrowed of)
-      : rows(of.size(0)), heads(of.size(1)), count(of.size(2)), width(of.size(3)), of_row(of.stride(0)),
+      : type(type_of(of)), data(of.values<void>()), rows(of.size(0)), heads(of.size(1)), count(of.size(2)), width(of.size(3)), of_row(of.stride(0)),
         of_head(of.stride(1)), stride(of.stride(2)) {
-    STD_TORCH_CHECK(of.is_float(), not_floats);
+    STD_TORCH_CHECK(type != Type::none, other_types);
     STD_TORCH_CHECK(width == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
-    data = of.values<float>();
   }
 
   // Those from `begin` to `end`.
   Slots(Borrowed of, int64_t begin, int64_t end) : Slots(of) {
     STD_TORCH_CHECK(0 <= begin && begin <= end && end <= count, "slots ", begin, " to ", end, " of ", count);
-    data += begin * stride, count = end - begin;
+    first = begin, count = end - begin;
   }
 
-  HeadSlots of(int64_t row, int64_t head, int64_t first, int64_t some) const {
-    return {data + row * of_row + head * of_head + first * stride, stride, some};
+  template <class Element>
+  HeadSlots<Element> of(int64_t row, int64_t head, int64_t begin, int64_t some) const {
+    return {static_cast<const Element*>(data) + row * of_row + head * of_head + (first + begin) * stride, stride, some};
+  }
+};
+
+// Some slots as float32: where they are, or widened in memory that the next ones take over.
+class FloatSlots {
+  std::vector<float> memory_;
+
+ public:
+  HeadSlots<float> of(const Slots& slots, int64_t row, int64_t head, int64_t begin, int64_t some) {
+    if (slots.type == Type::floats) return slots.of<float>(row, head, begin, some);
+    memory_.resize(some * slots.width);
+    with_element(slots.type, [&](auto element) {
+      const auto from = slots.of<decltype(element)>(row, head, begin, some);
+      for (int64_t slot = 0; slot < some; slot++)
+        widen(from.data + slot * from.stride, slots.width, &memory_[slot * slots.width]);
+    });
+    return {memory_.data(), slots.width, some};
   }
 };
 

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "elements.h"
+#include "../elements.h"
 #include "rows.h"
 
 namespace {

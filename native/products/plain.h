@@ -6,7 +6,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "elements.h"
+#include "../elements.h"
 #include "rows.h"
 
 // AMD Zen 4 computes a vector of 64 bytes in two halves; compilers that do not know it take it for Zen 2 or 3.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from architectures import prompt, tiny_model
 from forks import PROMPTS, ROWS, SIBLINGS, Loop
-from helpers import needs_kernels, threads_of_torch, wide
+from helpers import assert_rounded_once, needs_kernels, threads_of_torch, wide
 from torch.nn.functional import scaled_dot_product_attention
 
 import caches
@@ -13,6 +13,8 @@ from caches.attention import dispatch, kernels
 from caches.attention.kernels import attention, close_layers, open_layers
 from caches.attention.kv_view import KeyValueView, plain, rows_of
 from caches.attention.segments import CacheRows, OpenRows
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def no_copy():
@@ -34,6 +36,7 @@ def one_token_attention(query, keys, values, *options):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added", "unseen prefix"])
 @pytest.mark.parametrize("threads", [1, 3, 64])  # with many threads a prefix is read in several parts
 @pytest.mark.parametrize(("prompts", "siblings", "heads", "repeats", "widths", "common", "own", "tokens"), [
@@ -42,21 +45,22 @@ def one_token_attention(query, keys, values, *options):
     (2, 2, 3, 1, (8, 24), (1,), (300,), 1), (1, 33, 1, 1, (16, 8), (1500, 7), (3, 100), 1),
     (2, 4, 2, 2, (32, 32), (200,), (), 1), (2, 3, 2, 2, (16, 16), (100,), (4,), 5),
 ])  # fmt: skip
-def test_it_is_attention(prompts, siblings, heads, repeats, widths, common, own, tokens, threads, mask):
+def test_it_is_attention(prompts, siblings, heads, repeats, widths, common, own, tokens, threads, mask, dtype):
     torch.manual_seed(0)
     rows, slots = prompts * siblings, sum(common) + sum(own)
     keys, values = (
-        view([wide(prompts, heads, some, width) for some in common], [wide(rows, heads, some, width) for some in own],
-             siblings)
+        view([wide(prompts, heads, some, width).to(dtype) for some in common],
+             [wide(rows, heads, some, width).to(dtype) for some in own], siblings)
         for width in widths
     )  # fmt: skip
-    queries = 3 * torch.randn(rows, heads * repeats, tokens, widths[0])
+    queries = (3 * torch.randn(rows, heads * repeats, tokens, widths[0])).to(dtype)
     added = None
     if mask is not None:
         added = torch.where(torch.rand(rows, 1, tokens, slots) < 0.3, -torch.inf, 0.0)
         added[..., -1] = 0.0
     if mask == "added":
         added = added + torch.randn(rows, heads * repeats, tokens, slots)
+    added = None if added is None else added.to(dtype)
     if mask == "unseen prefix":
         added[..., : sum(common)] = -torch.inf
         added[..., -1] = 0.0
@@ -66,26 +70,29 @@ def test_it_is_attention(prompts, siblings, heads, repeats, widths, common, own,
     whole = (one.materialize().double() for one in (keys, values))
     double = None if added is None else added.double()
     expected = scaled_dot_product_attention(queries.double(), *whole, attn_mask=double, enable_gqa=True)
-    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+    assert_rounded_once(found, expected)
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize("threads", [1, 3, 64])
-def test_rows_of_several_caches(threads, mask):
+def test_rows_of_several_caches(threads, mask, dtype):
     """Alone, two to a cache, and rows that share a prefix; with one slot, and with many."""
     torch.manual_seed(0)
     heads, repeats, width = 2, 3, 16
     shapes = [(1, 1), (1, 300), (2, 40)]
 
     def parts():
-        others = [wide(rows, heads, slots, width) for rows, slots in shapes]
-        four = view([wide(1, heads, 500, width)], [wide(4, heads, 7, width)], 4)
-        return [four, *others, view([wide(2, heads, 130, width)], [wide(6, heads, 3, width)], 3)]
+        others = [wide(rows, heads, slots, width).to(dtype) for rows, slots in shapes]
+        four = view([wide(1, heads, 500, width).to(dtype)], [wide(4, heads, 7, width).to(dtype)], 4)
+        six = view([wide(2, heads, 130, width).to(dtype)], [wide(6, heads, 3, width).to(dtype)], 3)
+        return [four, *others, six]
 
     all_keys, all_values = parts(), parts()
     rows, slots = sum(one.shape[0] for one in all_keys), max(one.shape[2] for one in all_keys)
-    queries, is_seen = 3 * torch.randn(rows, heads * repeats, 1, width), torch.ones(rows, 1, 1, slots).bool()
+    queries = (3 * torch.randn(rows, heads * repeats, 1, width)).to(dtype)
+    is_seen = torch.ones(rows, 1, 1, slots).bool()
     if mask is not None:
         is_seen = torch.rand(rows, 1, 1, slots) < 0.7
         is_seen[..., -1] = True
@@ -100,22 +107,24 @@ def test_rows_of_several_caches(threads, mask):
             queries[own].double(), plain(of_keys).double(), plain(of_values).double(), scale=0.2, enable_gqa=True,
             attn_mask=is_seen[own, ..., slots - of_keys.shape[2] :],
         )  # fmt: skip
-        torch.testing.assert_close(found[own].double(), expected, atol=2e-5, rtol=1e-4)
+        assert_rounded_once(found[own], expected)
         first = own.stop
     assert first == rows
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize("threads", [1, 5])  # with many threads the slots of a row are read in several parts
 @pytest.mark.parametrize(("rows", "heads", "repeats", "width"), [
     (1, 1, 8, 64), (1, 4, 3, 128), (2, 3, 1, 24), (3, 2, 5, 72), (1, 2, 2, 8),
 ])  # fmt: skip
 @pytest.mark.parametrize("slots", [1, 5, 102, 1501])
-def test_rows_of_their_own(rows, heads, repeats, width, slots, threads, mask):
+def test_rows_of_their_own(rows, heads, repeats, width, slots, threads, mask, dtype):
     torch.manual_seed(0)
-    keys, values = wide(rows, heads, slots, width), wide(rows, heads, slots, width)
-    query, is_seen = 3 * torch.randn(rows, heads * repeats, 1, width), torch.rand(rows, 1, 1, slots) < 0.7
+    keys, values = (wide(rows, heads, slots, width).to(dtype) for _ in range(2))
+    query = (3 * torch.randn(rows, heads * repeats, 1, width)).to(dtype)
+    is_seen = torch.rand(rows, 1, 1, slots) < 0.7
     is_seen[0, ..., : slots // 2] = False  # padding
     is_seen[..., -1] = True
     added = torch.zeros(is_seen.shape).masked_fill(~is_seen, torch.finfo(torch.float32).min)
@@ -126,7 +135,7 @@ def test_rows_of_their_own(rows, heads, repeats, width, slots, threads, mask):
     expected = scaled_dot_product_attention(
         query.double(), keys.double(), values.double(), attn_mask=double, enable_gqa=True
     )
-    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=1e-4)
+    assert_rounded_once(found, expected)
 
 
 @needs_kernels
@@ -145,25 +154,26 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize(("heads", "repeats", "width"), [(4, 3, 64), (2, 1, 24)])
 @pytest.mark.parametrize(("parts", "prompts"), [
     ([(1, 5)], 0), ([(3, 102)], 0), ([(2, 1)], 0), ([(6, 5)], 2), ([(2, 5), (1, 102), (3, 1)], 0),
     ([(2, 4), (4, 9)], 1),
 ])  # fmt: skip
-def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
+def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask, dtype):
     """parts: the rows and own slots of each cache. prompts: how many each shares, of 30 slots."""
     torch.manual_seed(0)
     rows, buffers, slots, full = sum(rows for rows, _ in parts), [], [], []
-    query = torch.randn(rows, 1, heads * repeats, width).transpose(1, 2)
-    new = [torch.randn(rows, 1, heads, width).transpose(1, 2) for _ in range(2)]
+    query = torch.randn(rows, 1, heads * repeats, width).to(dtype).transpose(1, 2)
+    new = [torch.randn(rows, 1, heads, width).to(dtype).transpose(1, 2) for _ in range(2)]
     first = 0
     for own, count in parts:
         shared, owned = [], []
         for one in new:
             if prompts:
-                shared.append(torch.randn(prompts, heads, 30, width))
-            buffer = wide(own + 1, heads, count + 7, width)
+                shared.append(torch.randn(prompts, heads, 30, width).to(dtype))
+            buffer = wide(own + 1, heads, count + 7, width).to(dtype)
             after = buffer.clone()
             after[:own, :, 2 + count] = one[first : first + own, :, 0]
             owned.append(buffer[:own])
@@ -199,7 +209,7 @@ def test_a_token_is_appended_first(parts, prompts, heads, repeats, width, mask):
         expected = scaled_dot_product_attention(
             query[first : first + own].double(), keys, values, attn_mask=seen, enable_gqa=True, scale=0.3
         )
-        torch.testing.assert_close(found[first : first + own].double(), expected.transpose(1, 2), atol=2e-5, rtol=1e-4)
+        assert_rounded_once(found[first : first + own], expected.transpose(1, 2))
         first += own
     assert first == len(found)
 
@@ -213,8 +223,9 @@ def slots_of(*rows, slots=5):
     ({"key": torch.zeros(1, 2, 1, 8)}, "of 1 rows, 2 heads of size 8 in caches of 3 rows, 2 heads of size 8"),
     ({"key": torch.zeros(3, 2, 2, 8)}, "new keys or values"), ({"key": torch.zeros(5, 2, 1, 8)}, "of 5 rows"),
     ({"value": torch.zeros(3, 2, 1, 16)}, "of size 16 in"), ({"value": torch.zeros(3, 1, 1, 8)}, "1 heads of size 8"),
-    ({"value": torch.zeros(3, 2, 1, 8).double()}, "in float32"), ({"query": torch.zeros(4, 4, 1, 8)}, "queries of 4"),
-    ({"query": torch.zeros(3, 4, 1, 8).double()}, "another data type"), ({"values": []}, "segments"),
+    ({"value": torch.zeros(3, 2, 1, 8).half()}, "another data type"),
+    ({"query": torch.zeros(4, 4, 1, 8)}, "queries of 4"),
+    ({"query": torch.zeros(3, 4, 1, 8).half()}, "other data types"), ({"values": []}, "segments"),
     ({"parts": [2, 1, 1]}, "segments"), ({"parts": [3, 0]}, "segments"), ({"parts": [2, 1, 2, 1]}, "for caches of 4"),
     ({"values": slots_of(2)}, "of 1 layers"),
     ({"mask": torch.zeros(3, 1, 1, 5).double()}, "data type"),

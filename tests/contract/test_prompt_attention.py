@@ -3,7 +3,7 @@
 import pytest
 import torch
 from architectures import ARCHITECTURES, prompt, tiny_model
-from helpers import needs_kernels, threads_of_torch, wide
+from helpers import assert_rounded_once, needs_kernels, threads_of_torch, wide
 from torch.nn.functional import scaled_dot_product_attention
 
 import engine
@@ -58,22 +58,21 @@ def expected_of(query, key, value, **options):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("rows", "heads", "repeats", "tokens", "slots", "widths"), [
     (1, 4, 3, 100, 100, (64, 64)), (2, 1, 7, 33, 290, (24, 40)), (3, 2, 1, 61, 61, (16, 8)), (1, 1, 71, 5, 97, (8, 8)),
     (2, 8, 4, 2, 300, (32, 32)), (2, 1, 1, 200, 1, (8, 8)),
 ])  # fmt: skip
-def test_it_is_attention(rows, heads, repeats, tokens, slots, widths, threads, mask):
-    query, key, value = asked(rows, heads, repeats, tokens, slots, widths)
+def test_it_is_attention(rows, heads, repeats, tokens, slots, widths, threads, mask, dtype):
+    query, key, value = (one.to(dtype) for one in asked(rows, heads, repeats, tokens, slots, widths))
     given = MASKS[mask](rows, tokens, slots)
     with threads_of_torch(threads):
         found = prompt_attention(query, key, value, given, 0.2)
     if given is None:
         given = torch.ones(tokens, slots, dtype=torch.bool).tril()
-    torch.testing.assert_close(
-        found.double(), expected_of(query, key, value, attn_mask=given, scale=0.2), atol=2e-5, rtol=1e-4
-    )
+    assert_rounded_once(found, expected_of(query, key, value, attn_mask=given, scale=0.2))
 
 
 @needs_kernels

@@ -202,6 +202,12 @@ def threads_of_torch(number):
         torch.set_num_threads(before)
 
 
+def assert_rounded_once(found, exact):
+    """That `found` is `exact`, of double precision, rounded to its data type, but for errors of sums in float32."""
+    rounding = 0 if found.dtype == torch.float32 else torch.finfo(found.dtype).eps / 2
+    torch.testing.assert_close(found.double(), exact, atol=2e-5, rtol=1e-4 + rounding)
+
+
 def wide(*shape):
     """A part of a larger tensor, as buffers with free slots are."""
     rows, heads, slots, width = shape

@@ -99,10 +99,12 @@ ALLOWED = {
     ("native/products.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
         (f"native/products/{name}.h", word, ""): "lanes of a SIMD register"
-        for name in ("elements", "rows", "plain", "codes", "blocks", "matrix_units")
+        for name in ("rows", "plain", "codes", "blocks", "matrix_units")
         for word in ("lane", "lanes")
     },
     ("native/vectors.h", "lanes", ""): "lanes of a SIMD register",
+    ("native/elements.h", "lane", ""): "a lane of a SIMD register",
+    ("native/elements.h", "lanes", ""): "lanes of a SIMD register",
     ("native/dense_attention.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
         (f"native/attention/{name}.h", word, ""): "lanes of a SIMD register"

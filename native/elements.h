@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../vectors.h"
+#include "vectors.h"
 
 namespace {
 
@@ -52,30 +52,37 @@ inline float as_float(Brain value) {
   return found;
 }
 
-inline Lanes floats(const float* from) { return load(from); }
-
-inline Lanes floats(const Half* from) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-  return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#else
-  Lanes found;
-  for (int64_t lane = 0; lane < lanes; lane++) found[lane] = as_float(from[lane]);
-  return found;
-#endif
+template <class Vector = Lanes>
+inline Vector floats(const float* from) {
+  return load<Vector>(from);
 }
 
-inline Lanes floats(const Brain* from) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
-#elif defined(__AVX2__)
-  return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
-#else
-  Lanes found;
-  for (int64_t lane = 0; lane < lanes; lane++) found[lane] = as_float(from[lane]);
-  return found;
+template <class Vector = Lanes>
+inline Vector floats(const Half* from) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(Vector) == 64) return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #endif
+#ifdef __F16C__
+  if constexpr (sizeof(Vector) == 32) return (Vector)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#endif
+  Vector found;
+  for (size_t lane = 0; lane < sizeof(Vector) / sizeof(float); lane++) found[lane] = as_float(from[lane]);
+  return found;
+}
+
+template <class Vector = Lanes>
+inline Vector floats(const Brain* from) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(Vector) == 64)
+    return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#endif
+#ifdef __AVX2__
+  if constexpr (sizeof(Vector) == 32)
+    return (Vector)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from)), 16);
+#endif
+  Vector found;
+  for (size_t lane = 0; lane < sizeof(Vector) / sizeof(float); lane++) found[lane] = as_float(from[lane]);
+  return found;
 }
 
 template <class Element>
@@ -103,6 +110,11 @@ inline void round_to(float from, Brain* to) {
   std::memcpy(&bits, &from, sizeof(bits));
   const bool is_number = from == from;  // as others, NaN could become infinite
   to->bits = is_number ? (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 : 0x7FC0;
+}
+
+template <class Element>
+void round_each(const float* from, int64_t count, Element* to) {
+  for (int64_t i = 0; i < count; i++) round_to(from[i], to + i);
 }
 
 }  // namespace
