@@ -10,10 +10,10 @@
 namespace {
 
 // Bits of a float16, and of a bfloat16: the upper half of a float32.
-struct Half {
+struct Float16 {
   uint16_t bits;
 };
-struct Brain {
+struct BFloat16 {
   uint16_t bits;
 };
 
@@ -44,8 +44,8 @@ inline uint16_t float_as_half(float value) {
 }
 
 inline float as_float(float value) { return value; }
-inline float as_float(Half value) { return half_as_float(value.bits); }
-inline float as_float(Brain value) {
+inline float as_float(Float16 value) { return half_as_float(value.bits); }
+inline float as_float(BFloat16 value) {
   const uint32_t bits = uint32_t(value.bits) << 16;
   float found;
   std::memcpy(&found, &bits, sizeof(found));
@@ -58,7 +58,7 @@ inline Vector floats(const float* from) {
 }
 
 template <class Vector = Lanes>
-inline Vector floats(const Half* from) {
+inline Vector floats(const Float16* from) {
 #ifdef __AVX512F__
   if constexpr (sizeof(Vector) == 64) return (Vector)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #endif
@@ -71,7 +71,7 @@ inline Vector floats(const Half* from) {
 }
 
 template <class Vector = Lanes>
-inline Vector floats(const Brain* from) {
+inline Vector floats(const BFloat16* from) {
 #ifdef __AVX512F__
   if constexpr (sizeof(Vector) == 64)
     return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
@@ -93,7 +93,7 @@ void widen(const Element* from, int64_t count, float* to) {
 }
 
 // Rounded to the nearest, of two as near to the even one.
-inline void round_to(Lanes from, Half* to) {
+inline void round_to(Lanes from, Float16* to) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
@@ -104,8 +104,8 @@ inline void round_to(Lanes from, Half* to) {
 }
 
 inline void round_to(float from, float* to) { *to = from; }
-inline void round_to(float from, Half* to) { to->bits = float_as_half(from); }
-inline void round_to(float from, Brain* to) {
+inline void round_to(float from, Float16* to) { to->bits = float_as_half(from); }
+inline void round_to(float from, BFloat16* to) {
   uint32_t bits;
   std::memcpy(&bits, &from, sizeof(bits));
   const bool is_number = from == from;  // as others, NaN could become infinite

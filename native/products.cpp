@@ -128,8 +128,8 @@ Tensor linears_in(Borrowed input, const std::vector<Borrowed>& weights, const st
 Tensor linears_of(Borrowed input, const std::vector<Borrowed>& weights, const std::vector<Borrowed>& biases) {
   check_weights(input, weights, biases);
   const int32_t type = input.type();
-  if (type == aoti_torch_dtype_bfloat16()) return linears_in<Brain>(input, weights, biases);
-  if (type == aoti_torch_dtype_float16()) return linears_in<Half>(input, weights, biases);
+  if (type == aoti_torch_dtype_bfloat16()) return linears_in<BFloat16>(input, weights, biases);
+  if (type == aoti_torch_dtype_float16()) return linears_in<Float16>(input, weights, biases);
   STD_TORCH_CHECK(type == aoti_torch_dtype_float32(), "inputs are float32, bfloat16 or float16");
   return linears_in<float>(input, weights, biases);
 }
@@ -152,7 +152,7 @@ BlockCodes block_codes(Borrowed codes, Borrowed scales, const Borrowed* factors)
   const bool has_least = scales.size(2) == 2;
   STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits with scales of halves");
   const int8_t* by = has_factors ? factors->values<int8_t>() : nullptr;
-  return {static_cast<int>(bits), codes.values<uint8_t>(), scales.values<Half>(), by, blocks, groups, has_least};
+  return {static_cast<int>(bits), codes.values<uint8_t>(), scales.values<Float16>(), by, blocks, groups, has_least};
 }
 
 BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& factors) {
@@ -265,7 +265,7 @@ void encode_weights(Tensor weight, Tensor codes, Tensor scales, Tensor factors) 
                   "weights of other blocks");
   with_bits(blocks.bits, [&](auto bits) {
     encode_blocks<bits>(Borrowed(weight).values<float>(), blocks.blocks, blocks.groups,
-                        Borrowed(codes).values<uint8_t>(), Borrowed(scales).values<Half>());
+                        Borrowed(codes).values<uint8_t>(), Borrowed(scales).values<Float16>());
   });
 }
 

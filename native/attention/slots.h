@@ -27,21 +27,21 @@ struct HeadSlots {
   }
 };
 
-enum class Type { none, floats, brains, halves };
+enum class Type { none, float32, bfloat16, float16 };
 
 inline Type type_of(Borrowed tensor) {
   const int32_t type = tensor.type();
-  if (type == aoti_torch_dtype_float32()) return Type::floats;
-  if (type == aoti_torch_dtype_bfloat16()) return Type::brains;
-  return type == aoti_torch_dtype_float16() ? Type::halves : Type::none;
+  if (type == aoti_torch_dtype_float32()) return Type::float32;
+  if (type == aoti_torch_dtype_bfloat16()) return Type::bfloat16;
+  return type == aoti_torch_dtype_float16() ? Type::float16 : Type::none;
 }
 
 // function(an element of this type)
 template <class Function>
 void with_element(Type type, const Function& function) {
-  if (type == Type::floats) function(float{});
-  if (type == Type::brains) function(Brain{});
-  if (type == Type::halves) function(Half{});
+  if (type == Type::float32) function(float{});
+  if (type == Type::bfloat16) function(BFloat16{});
+  if (type == Type::float16) function(Float16{});
 }
 
 constexpr char other_types[] = "tensors of other data types than float32, bfloat16 or float16, or of several";
@@ -77,7 +77,7 @@ class FloatSlots {
 
  public:
   HeadSlots<float> of(const Slots& slots, int64_t row, int64_t head, int64_t begin, int64_t some) {
-    if (slots.type == Type::floats) return slots.of<float>(row, head, begin, some);
+    if (slots.type == Type::float32) return slots.of<float>(row, head, begin, some);
     memory_.resize(some * slots.width);
     with_element(slots.type, [&](auto element) {
       const auto from = slots.of<decltype(element)>(row, head, begin, some);
