@@ -24,11 +24,13 @@ class Borrowed {
     return is;
   }
 
-  bool is_float() const {
+  int32_t type() const {
     int32_t type;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle_, &type));
-    return type == aoti_torch_dtype_float32();
+    return type;
   }
+
+  bool is_float() const { return type() == aoti_torch_dtype_float32(); }
 
   template <class Value>
   Value* values() const {
@@ -64,15 +66,18 @@ inline torch::stable::Tensor shared(AtenTensorHandle handle) {
   return torch::stable::Tensor(another);
 }
 
-// An uninitialized tensor of float32 on the CPU, contiguous.
-inline torch::stable::Tensor empty_floats(const std::vector<int64_t>& sizes) {
+// An uninitialized tensor on the CPU, contiguous.
+inline torch::stable::Tensor empty_of(int32_t type, const std::vector<int64_t>& sizes) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t axis = sizes.size(); axis-- > 1;) strides[axis - 1] = strides[axis] * std::max<int64_t>(sizes[axis], 1);
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.data(), strides.data(),
-                                                         aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0,
-                                                         &handle));
+                                                         type, aoti_torch_device_type_cpu(), 0, &handle));
   return torch::stable::Tensor(handle);
+}
+
+inline torch::stable::Tensor empty_floats(const std::vector<int64_t>& sizes) {
+  return empty_of(aoti_torch_dtype_float32(), sizes);
 }
 
 // Gives the caller of a C function its result. Exceptions pass through the caller, which is C++.

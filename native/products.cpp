@@ -57,9 +57,10 @@ void check_contiguous(Borrowed of) {
   STD_TORCH_CHECK(of.size(last) == 1 || of.stride(last) == 1, "the width of inputs and weights has to be contiguous");
 }
 
-// The outputs [..., all] for an input [..., width], by `compute_rows(rows, out)` for `at_once` rows or less. If there are
-// pieces for all threads, each computes some of them: its part of the input stays in the cache of its core.
-template <class Compute>
+// The outputs [..., all] for an input [..., width] of the same elements, by `compute_rows(rows, out)` for `at_once` rows
+// or less. If there are pieces for all threads, each computes some of them: its part of the input stays in the cache of
+// its core.
+template <class Element, class Compute>
 Tensor product(Borrowed input, int64_t all, int64_t at_once, Compute compute_rows) {
   const int64_t axes = input.dim(), width = input.size(axes - 1), rows = rows_of(input);
   check_contiguous(input);
@@ -67,7 +68,7 @@ Tensor product(Borrowed input, int64_t all, int64_t at_once, Compute compute_row
   STD_TORCH_CHECK(axes == 2 || input.is_contiguous(), "an input of more axes than two has to be contiguous");
   std::vector<int64_t> sizes(axes, all);
   for (int64_t axis = 0; axis < axes - 1; axis++) sizes[axis] = input.size(axis);
-  const Tensor out = empty_floats(sizes);
+  const Tensor out = empty_of(input.type(), sizes);
   const int64_t stride = axes == 2 ? input.stride(0) : width, threads = torch::stable::get_num_threads();
   if (rows == 0) return out;
   int64_t pieces = (rows + at_once - 1) / at_once;
@@ -76,9 +77,15 @@ Tensor product(Borrowed input, int64_t all, int64_t at_once, Compute compute_row
   const auto compute_some = [&](int64_t begin, int64_t end) {
     for (int64_t row = rows * begin / pieces, next; begin < end; row = next) {
       next = rows * ++begin / pieces;
-      const float* from = input.values<float>() + row * stride;
-      float* to = Borrowed(out).values<float>() + row * all;
-      compute_rows({from, next - row, width, stride, by_pieces ? 1 : threads}, to);
+      const Element* from = input.values<Element>() + row * stride;
+      Element* to = Borrowed(out).values<Element>() + row * all;
+      if constexpr (std::is_same_v<Element, float>) {
+        compute_rows(Rows{from, next - row, width, stride, by_pieces ? 1 : threads}, to);
+      } else {
+        const std::unique_ptr<float[]> wide(new float[(next - row) * width]);
+        for (int64_t i = 0; i < next - row; i++) widen(from + i * stride, width, wide.get() + i * width);
+        compute_rows(Rows{wide.get(), next - row, width, width, by_pieces ? 1 : threads}, to);
+      }
     }
   };
   if (by_pieces)
@@ -88,27 +95,43 @@ Tensor product(Borrowed input, int64_t all, int64_t at_once, Compute compute_row
   return out;
 }
 
-void check_widths(Borrowed input, const std::vector<Borrowed>& weights) {
+// biases: of all weights, or none.
+void check_weights(Borrowed input, const std::vector<Borrowed>& weights, const std::vector<Borrowed>& biases) {
   const int64_t width = input.size(input.dim() - 1);
-  for (Borrowed weight : weights) {
-    check_contiguous(weight);
-    STD_TORCH_CHECK(weight.size(1) == width, "the inputs are ", width, " wide, and the weights ", weight.size(1));
+  STD_TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "all weights have a bias, or none has");
+  for (size_t i = 0; i < weights.size(); i++) {
+    check_contiguous(weights[i]);
+    STD_TORCH_CHECK(weights[i].size(1) == width, "the inputs are ", width, " wide, and the weights ", weights[i].size(1));
+    STD_TORCH_CHECK(weights[i].type() == input.type() && (biases.empty() || biases[i].type() == input.type()),
+                    "inputs, weights and biases have to be of one data type");
+    STD_TORCH_CHECK(biases.empty() || (biases[i].is_contiguous() && biases[i].numel() == weights[i].size(0)),
+                    "a bias has to be contiguous, with an element for each output");
   }
 }
 
-Tensor linears_of(Borrowed input, const std::vector<Borrowed>& weights) {
-  check_widths(input, weights);
+template <class Element>
+Tensor linears_in(Borrowed input, const std::vector<Borrowed>& weights, const std::vector<Borrowed>& biases) {
   const int64_t all = outs_of(weights), width = input.size(input.dim() - 1);
-  return product(input, all, most_rows, [&](const Rows& rows, float* out) {
+  return product<Element>(input, all, most_rows, [&](const Rows& rows, Element* out) {
     const std::unique_ptr<float[]> columns = columns_of(rows);
-    std::vector<Product> products;
-    for (Borrowed weight : weights) {
-      products.push_back({rows.values, weight.values<float>(), out, rows.count, weight.size(0), width, rows.stride,
-                          weight.stride(0), all, columns.get()});
-      out += weight.size(0);
+    std::vector<Product<Element>> products;
+    for (size_t i = 0; i < weights.size(); i++) {
+      const int64_t outs = weights[i].size(0);
+      products.push_back({rows.values, weights[i].values<Element>(), biases.empty() ? nullptr : biases[i].values<Element>(),
+                          out, rows.count, outs, width, rows.stride, weights[i].stride(0), all, columns.get()});
+      out += outs;
     }
     compute(rows, products);
   });
+}
+
+Tensor linears_of(Borrowed input, const std::vector<Borrowed>& weights, const std::vector<Borrowed>& biases) {
+  check_weights(input, weights, biases);
+  const int32_t type = input.type();
+  if (type == aoti_torch_dtype_bfloat16()) return linears_in<Brain>(input, weights, biases);
+  if (type == aoti_torch_dtype_float16()) return linears_in<Half>(input, weights, biases);
+  STD_TORCH_CHECK(type == aoti_torch_dtype_float32(), "inputs are float32, bfloat16 or float16");
+  return linears_in<float>(input, weights, biases);
 }
 
 // factors: null for none.
@@ -129,7 +152,7 @@ BlockCodes block_codes(Borrowed codes, Borrowed scales, const Borrowed* factors)
   const bool has_least = scales.size(2) == 2;
   STD_TORCH_CHECK(!has_factors || has_least || bits == bits_of_halves, "codes of ", bits, " bits with scales of halves");
   const int8_t* by = has_factors ? factors->values<int8_t>() : nullptr;
-  return {static_cast<int>(bits), codes.values<uint8_t>(), scales.values<uint16_t>(), by, blocks, groups, has_least};
+  return {static_cast<int>(bits), codes.values<uint8_t>(), scales.values<Half>(), by, blocks, groups, has_least};
 }
 
 BlockCodes block_codes(const Tensor& codes, const Tensor& scales, const Tensor& factors) {
@@ -193,7 +216,7 @@ Tensor block_linears_of(Borrowed input, const std::vector<Borrowed>& codes, cons
   }
   const bool by_units = fit_units(rows_of(input));
   const int64_t at_once = by_units ? InputTiles::most_rows : BlockInput::most_rows;
-  return product(input, outs_of(codes) * block_outs, at_once, [&](const Rows& rows, float* out) {
+  return product<float>(input, outs_of(codes) * block_outs, at_once, [&](const Rows& rows, float* out) {
     std::vector<CodedInput> inputs;
     inputs.reserve(count);
     const CodedInput* unscaled = nullptr;  // shared
@@ -242,11 +265,13 @@ void encode_weights(Tensor weight, Tensor codes, Tensor scales, Tensor factors) 
                   "weights of other blocks");
   with_bits(blocks.bits, [&](auto bits) {
     encode_blocks<bits>(Borrowed(weight).values<float>(), blocks.blocks, blocks.groups,
-                        Borrowed(codes).values<uint8_t>(), Borrowed(scales).values<uint16_t>());
+                        Borrowed(codes).values<uint8_t>(), Borrowed(scales).values<Half>());
   });
 }
 
-Tensor linears(Tensor input, std::vector<Tensor> weights) { return linears_of(input, borrowed(weights)); }
+Tensor linears(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> biases) {
+  return linears_of(input, borrowed(weights), borrowed(biases));
+}
 
 Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors,
                      std::vector<Tensor> input_scales) {
@@ -259,12 +284,13 @@ bool integer_products() { return BlockInput::has_integers; }
 
 }  // namespace
 
-// Products of one input float32 [..., width] with several weights -> their outputs side by side, float32 [..., all].
-// weights: float32 [outs, width] with a contiguous width. codes, scales, factors: see `BlockCodes`, with no factors
+// Products of one input [..., width] with several weights -> their outputs side by side, [..., all] of its data type.
+// `linears`: input, weights [outs, width] with a contiguous width, and biases [outs], of all weights or none, are of one
+// data type: float32, bfloat16 or float16. `block_linears`: the input is float32. codes, scales, factors: see `BlockCodes`, with no factors
 // [outs / 16, width / 32, 0, 16]. input_scales: float32 [width, filled up to groups of 32], or of no elements; inputs are
 // multiplied with them. Lists of factors and of scales of inputs are empty where no weights have any.
 STABLE_TORCH_LIBRARY(kvengine, library) {
-  library.def("linears(Tensor input, Tensor[] weights) -> Tensor");
+  library.def("linears(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor");
   library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors, Tensor[] input_scales) -> Tensor");
   // In full, float32 [outs, width], and those of some outputs, int64 [...]: float32 [..., width].
   library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");
@@ -289,9 +315,9 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
 
 extern "C" {
 
-AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle input, const AtenTensorHandle* weights, int64_t count,
-                                      AtenTensorHandle* out) {
-  return hand_over(linears_of(input, borrowed(weights, count)), out);
+AOTITorchError aoti_torch_cpu_linears(AtenTensorHandle input, const AtenTensorHandle* weights, int64_t of_weights,
+                                      const AtenTensorHandle* biases, int64_t of_biases, AtenTensorHandle* out) {
+  return hand_over(linears_of(input, borrowed(weights, of_weights), borrowed(biases, of_biases)), out);
 }
 
 AOTITorchError aoti_torch_cpu_block_linears(AtenTensorHandle input, const AtenTensorHandle* codes, int64_t of_codes,

@@ -43,7 +43,7 @@ LAYER = "layer."  # before the names of the weights in a package
 Steps: TypeAlias = "Mapping[Path, tuple[nn.Module, Call]]"
 """By the path of the package the arguments of a `LayerStep`."""
 
-_FORMAT = 12  # of packages: those of other versions are ignored
+_FORMAT = 13  # of packages: those of other versions are ignored
 _PRIORITY = 5  # a lower one costs more: every slice that it gets delays both threads of a product, for longer in all
 _KEPT = 64  # elements: larger tensors come to the other process without their values
 

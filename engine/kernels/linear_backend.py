@@ -1,4 +1,5 @@
-"""The matrix product of float32 linear layers on a CPU: torch's own (MKL), oneDNN, or the kernel of this package.
+"""The matrix product of linear layers on a CPU, in float32, bfloat16 or float16: torch's own (MKL), oneDNN, or the
+kernel of this package.
 
 Which one is the fastest depends on the processor, the number of rows and the matrix's shape. All use the weights as
 they are, without a copy; results differ by rounding.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import operator
 import threading
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import compress, repeat
@@ -26,6 +27,7 @@ from torch import nn
 from caches.platform.torch_api import has_onednn, parameters_of
 from engine.kernels.linear_routes import (
     ALL_TORCH,
+    DTYPES,
     ROW_LIMITS,
     ROW_NAMES,
     TORCH,
@@ -45,16 +47,17 @@ Routes: TypeAlias = "list[Route | None]"
 
 
 class Table:
-    """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own."""
+    """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own, and so do
+    weights of other data types than `dtype`."""
 
-    def __init__(self, names: dict[Shape, Names], routes: dict[str, Route]):
-        self._names = names
+    def __init__(self, names: dict[Shape, Names], routes: dict[str, Route], dtype: torch.dtype = torch.float32):
+        self._names, self.dtype = names, dtype
         self.routes: dict[tuple[int, ...], Routes] = {
             shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()
         }
 
-    def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names]]]:
-        return _with_known_routes, (self._names,)
+    def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names], torch.dtype]]:
+        return _with_known_routes, (self._names, self.dtype)
 
     def for_compiled_code(self) -> Table:
         """The same routes for compiled code: oneDNN stays, other products are the kernel's, or torch's own without one.
@@ -64,7 +67,7 @@ class Table:
             shape: tuple(name if name == "onednn" else other for name in by_rows)
             for shape, by_rows in self._names.items()
         }
-        return _with_known_routes(names)
+        return _with_known_routes(names, self.dtype)
 
     def __str__(self) -> str:
         """The routes by rows, and by shape if shapes differ."""
@@ -76,8 +79,8 @@ class Table:
         return "; ".join(f"{' '.join(shapes)}: {text}" for text, shapes in by_routes.items())
 
 
-def _with_known_routes(names: dict[Shape, Names]) -> Table:
-    return Table(names, routes())
+def _with_known_routes(names: dict[Shape, Names], dtype: torch.dtype) -> Table:
+    return Table(names, routes(), dtype)
 
 
 def _in_short(names: Names) -> str:
@@ -87,22 +90,22 @@ def _in_short(names: Names) -> str:
 
 
 def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
-    return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype is torch.float32
+    return type(weight) is nn.Parameter and weight.is_cpu and weight.dtype in DTYPES and weight.numel() > 0
 
 
 def table_for(model: nn.Module, choice: str) -> Table | None:
     """The routes for a model; None if all products are torch's own. choice: see `configs.EngineConfig.linears`."""
     weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
-    shapes = {shape_of(weight) for weight in weights if _is_plain(weight) and weight.numel()}
-    if not shapes or choice == "default" or (choice == "onednn" and not has_onednn()):
+    plain = list(filter(_is_plain, weights))
+    if not plain or choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
+    [(dtype, _)] = Counter(weight.dtype for weight in plain).most_common(1)
+    shapes = {shape_of(weight) for weight in plain if weight.dtype is dtype}
     if choice == "auto":
-        names = {shape: by_rows for shape, by_rows in names_for(shapes).items() if by_rows != ALL_TORCH}
-        if not names:
-            return None
+        names = {shape: by_rows for shape, by_rows in names_for(shapes, dtype=dtype).items() if by_rows != ALL_TORCH}
     else:
-        names = dict.fromkeys(shapes, _ALL_ONEDNN)
-    return Table(names, routes())
+        names = dict.fromkeys(shapes, _ALL_ONEDNN) if dtype is torch.float32 else {}
+    return Table(names, routes(), dtype) if names else None
 
 
 class _ActiveRoutes(threading.local):
@@ -140,9 +143,10 @@ class RoutedLinear(nn.Linear):
             routes is not None
             and type(input) is torch.Tensor
             and type(weight) is nn.Parameter
-            and input.dtype is weight.dtype is torch.float32
+            and input.dtype is weight.dtype
+            and weight.dtype in DTYPES
             and weight.is_cpu
-            and (bias is None or (type(bias) is nn.Parameter and bias.dtype is torch.float32 and bias.is_cpu))
+            and (bias is None or (type(bias) is nn.Parameter and bias.dtype is weight.dtype and bias.is_cpu))
             and (by_rows := routes.get(self)) is not None
             and (rows := input.numel() // self.in_features)
             and (route := by_rows[bisect_left(ROW_LIMITS, rows)]) is not None
@@ -159,7 +163,7 @@ class TracedLinear(RoutedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         routes, parameters = active.routes, parameters_of(self)
         weight = parameters.get("weight")
-        if routes is not None and weight is not None and weight.dtype is torch.float32 and "bias" in parameters:
+        if routes is not None and weight is not None and input.dtype is weight.dtype and "bias" in parameters:
             by_rows = routes.get(self)
             route = None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, input.numel() // self.in_features)]
             if route is not None:
@@ -174,7 +178,7 @@ class RoutedLinears:
         self._layers: list[tuple[ref[nn.Module], Routes, int]] = []  # the first bucket of rows that has a route
         for module in model.modules():
             weight = parameters_of(module).get("weight") if type(module) is nn.Linear else None
-            by_rows = [] if weight is None else table.routes.get(weight.shape, [])
+            by_rows = [] if weight is None or weight.dtype is not table.dtype else table.routes.get(weight.shape, [])
             first = next((bucket for bucket, route in enumerate(by_rows) if route), None)
             if first is not None:
                 self._layers.append((ref(module), by_rows, first))

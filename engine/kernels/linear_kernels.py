@@ -1,8 +1,9 @@
-"""Products with the weights of a linear layer, in C++ kernels (float32 inputs on a CPU)."""
+"""Products with the weights of a linear layer, in C++ kernels on a CPU."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ def join_products(graph: torch.fx.Graph) -> None:
     groups = defaultdict(list)
     for node in graph.nodes:
         if node.op == "call_function" and node.target in targets and all(map(_is_given, _weights(node))):
-            groups[node.target, _input(node)].append(node)
+            groups[node.target, _input(node), len(_weights(node))].append(node)  # with or without a bias
     for nodes in groups.values():
         if len(nodes) > 1:
             _join(graph, nodes)
@@ -48,7 +49,9 @@ def c_functions() -> dict[Any, list[str]]:
     tensor, tensors, out = "AtenTensorHandle", "const AtenTensorHandle*, int64_t", "AtenTensorHandle*"
     lists = ", ".join([tensors] * 4)
     return {
-        torch.ops.kvengine.linears.default: [f"AOTITorchError aoti_torch_cpu_linears({tensor}, {tensors}, {out})"],
+        torch.ops.kvengine.linears.default: [
+            f"AOTITorchError aoti_torch_cpu_linears({tensor}, {tensors}, {tensors}, {out})"
+        ],
         torch.ops.kvengine.block_linears.default: [
             f"AOTITorchError aoti_torch_cpu_block_linears({tensor}, {lists}, {out})"
         ],
@@ -77,7 +80,7 @@ def _products() -> list[Any]:
     return [operators.linears.default, operators.block_linears.default]
 
 
-def _empty_product(input: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
     return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
@@ -128,8 +131,8 @@ def _is_given(tensor: torch.fx.Node) -> bool:
 
 def _join(graph: torch.fx.Graph, nodes: list[torch.fx.Node]) -> None:
     """One product in place of `nodes`, with a slice of its outputs for each."""
-    weights = map(list, zip(*map(_weights, nodes), strict=True))
-    arguments = (nodes[0].args[0], *weights)
+    lists: list[Any] = list(zip(*(node.args[1:] for node in nodes), strict=True))
+    arguments = (nodes[0].args[0], *(list(chain(*tensors)) for tensors in lists))
     with graph.inserting_before(nodes[0]):
         joined = _call(graph, nodes[0].target, arguments)
         begin = 0

@@ -1,8 +1,8 @@
 """The matrix products of linear layers other than torch's own, and which of them a shape of matrix has.
 
-The kind of processor tells, unless `engine linears` has measured on this machine: its results are kept in a file. With
-a measurement per process, the results of a script would differ from run to run: routes differ by rounding, and near a
-tie the choice is random.
+The kind of processor tells, unless `engine linears` has measured on this machine: its results, of float32, are kept in
+a file. With a measurement per process, the results of a script would differ from run to run: routes differ by rounding,
+and near a tie the choice is random.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ Names: TypeAlias = tuple[str, ...]
 """The name of a route, or "torch", for each bucket of rows."""
 
 TORCH = "torch"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of weights whose products have routes
 ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last bucket has no limit
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
@@ -39,6 +40,7 @@ _MEASUREMENT = 14  # version of the method: results of other versions are ignore
 _SMALL = 2**17  # elements: for smaller matrices calling a route takes as long as what it would save
 _ALL_KERNEL: Names = ("kernel",) * len(ROW_NAMES)
 _KERNEL_FOR_FEW: Names = (*_ALL_KERNEL[:-1], TORCH)
+_MULTIPLIES = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}  # processors that multiply 16 bits
 _WITHOUT_KERNEL: Names = (TORCH, "mm", "onednn", "swapped", "swapped", "onednn", TORCH)
 
 
@@ -61,9 +63,7 @@ def _kernel(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """The kernel of `native/products.cpp`, once `kernels` has loaded it."""
     if weight.stride(1) != 1:
         return functional.linear(input, weight, bias)
-    out: torch.Tensor = torch.ops.kvengine.linears(input.contiguous(), [weight])
-    if bias is not None:
-        out += bias
+    out: torch.Tensor = torch.ops.kvengine.linears(input.contiguous(), [weight], [] if bias is None else [bias])
     return out
 
 
@@ -84,10 +84,15 @@ def routes() -> dict[str, Route]:
     return by_name
 
 
-def names_for(shapes: Iterable[Shape], measured: dict[Shape, Names] | None = None) -> dict[Shape, Names]:
+def names_for(
+    shapes: Iterable[Shape], measured: dict[Shape, Names] | None = None, dtype: torch.dtype = torch.float32
+) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of a route, or "torch": what was measured (default: `stored`), or else
-    what the kind of processor tells. Small matrices use torch's own."""
-    measured, by_kind = stored() if measured is None else measured, _by_kind_of_processor()
+    what the kind of processor tells. Small matrices use torch's own. dtype: of the weights, one of `DTYPES`."""
+    if dtype is torch.float32:
+        measured, by_kind = stored() if measured is None else measured, _by_kind_of_processor()
+    else:
+        measured, by_kind = {}, _of_sixteen_bits(dtype)
     return {shape: measured.get(shape, by_kind) if is_large(shape) else ALL_TORCH for shape in shapes}
 
 
@@ -106,6 +111,14 @@ def _by_kind_of_processor() -> Names:
     if sys.platform == "linux" and "kernel" in routes():
         return _ALL_KERNEL if processor().startswith("AMD") else _KERNEL_FOR_FEW
     return _WITHOUT_KERNEL if has_onednn() else ALL_TORCH
+
+
+def _of_sixteen_bits(dtype: torch.dtype) -> Names:
+    """The kernel reads the weights as one stream. torch's own is faster for many rows where the processor multiplies
+    the data type."""
+    if "kernel" not in routes() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return ALL_TORCH
+    return _KERNEL_FOR_FEW if _MULTIPLIES[dtype] in processor().split() else _ALL_KERNEL
 
 
 def path() -> Path:

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "elements.h"
 #include "rows.h"
 
 namespace {
@@ -19,30 +20,6 @@ typedef int32_t Integers __attribute__((vector_size(4 * lanes)));
 constexpr int64_t vectors_of_block = block_outs / lanes;
 
 inline Lanes as_floats(Words of) { return __builtin_convertvector((Integers)of, Lanes); }
-
-inline float half_as_float(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000) << 16, rest = half & 0x7FFF;
-  float value;
-  if (rest < 0x400) {  // below the smallest exponent
-    value = rest * 0x1p-24f;
-  } else {
-    const uint32_t bits = rest >= 0x7C00 ? (rest << 13) | 0x7F800000 : (rest << 13) + 0x38000000;
-    std::memcpy(&value, &bits, sizeof(value));
-  }
-  return sign ? -value : value;
-}
-
-inline Lanes halves_as_floats(const uint16_t* from) {
-#if defined(__AVX512F__)
-  return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif defined(__F16C__)
-  return (Lanes)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#else
-  Lanes floats;
-  for (int64_t lane = 0; lane < lanes; lane++) floats[lane] = half_as_float(from[lane]);
-  return floats;
-#endif
-}
 
 inline Lanes bytes_as_floats(const int8_t* from) {
 #if defined(__AVX512F__)
@@ -63,7 +40,7 @@ inline Lanes bytes_as_floats(const int8_t* from) {
 struct BlockCodes {
   int bits;  // 4, 5, 6 or 8
   const uint8_t* codes;
-  const uint16_t* scales;
+  const Half* scales;
   const int8_t* factors;   // or null
   int64_t blocks, groups;  // of 16 outputs, of 32 inputs
   bool has_least;
@@ -74,7 +51,7 @@ struct BlockCodes {
   ALWAYS_INLINE Lanes scale(int64_t block, int64_t group, int which, int64_t vector = 0) const {
     const int64_t count = has_least ? 2 : 1, index = has_least ? which : 0, at = vector * lanes;
     const int64_t all = factors ? groups / groups_of_scale : groups, place = factors ? group / groups_of_scale : group;
-    const Lanes scale = halves_as_floats(scales + ((block * all + place) * count + index) * block_outs + at);
+    const Lanes scale = floats(scales + ((block * all + place) * count + index) * block_outs + at);
     if (!factors) return scale;
     return scale * bytes_as_floats(factors + ((block * groups + group) * 2 + which) * block_outs + at);
   }
@@ -176,31 +153,10 @@ void decode_rows(const BlockCodes& weights, const int64_t* outs, int64_t count, 
     }
 }
 
-inline uint16_t float_as_half(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const uint16_t sign = bits >> 16 & 0x8000;
-  const float size = std::fabs(value);
-  if (!(size < 65520)) return sign | (size == size ? 0x7C00 : 0x7E00);
-  if (size < 0x1p-14f) return sign | uint16_t(std::nearbyint(size * 0x1p24f));
-  bits &= 0x7FFFFFFF;
-  return sign | uint16_t((bits + 0xFFF + (bits >> 13 & 1) - 0x38000000) >> 13);
-}
-
-inline void store_as_halves(Lanes from, uint16_t* to) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__)
-  _mm_storeu_si128((__m128i*)to, _mm256_cvtps_ph((__m256)from, _MM_FROUND_TO_NEAREST_INT));
-#else
-  for (int64_t lane = 0; lane < lanes; lane++) to[lane] = float_as_half(from[lane]);
-#endif
-}
-
 inline Lanes rounded_to_half(Lanes value) {
-  uint16_t halves[lanes];
-  store_as_halves(value, halves);
-  return halves_as_floats(halves);
+  Half halves[lanes];
+  round_to(value, halves);
+  return floats(halves);
 }
 
 // Codes, scales and least values for the weights of a group, of a vector of outputs: those with the smallest squared
@@ -255,7 +211,7 @@ struct Fit {
 
 // weights: float32 [16 * blocks, 32 * groups], as codes and scales with least values.
 template <int bits>
-void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t* codes, uint16_t* scales) {
+void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t* codes, Half* scales) {
   torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++)
       for (int64_t group = 0; group < groups; group++) {
@@ -269,8 +225,8 @@ void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t
           const Fit<bits> fit(reinterpret_cast<const Lanes*>(values));
           for (int64_t i = 0; i < block_inputs; i++)
             for (int64_t lane = 0; lane < lanes; lane++) put_code<bits>(to, first + lane, i, fit.codes[i][lane]);
-          store_as_halves(fit.scale, scales + at * 2 * block_outs + first);
-          store_as_halves(fit.least, scales + (at * 2 + 1) * block_outs + first);
+          round_to(fit.scale, scales + at * 2 * block_outs + first);
+          round_to(fit.least, scales + (at * 2 + 1) * block_outs + first);
         }
       }
   });

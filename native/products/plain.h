@@ -1,10 +1,12 @@
-// Products with weights in float32, which are read once for few rows.
+// Products with weights as they are, float32 or of 16 bits, which are read once for few rows. Sums are float32.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
 
 #include <memory>
+#include <type_traits>
 
+#include "elements.h"
 #include "rows.h"
 
 // AMD Zen 4 computes a vector of 64 bytes in two halves; compilers that do not know it take it for Zen 2 or 3.
@@ -40,25 +42,31 @@ constexpr int64_t rows_as_columns(int64_t rows) {
 static_assert(outs_of_tile % outs_at_once == 0 && outs_of_tile % streams == 0);
 
 // A product of matrices: input [rows, width] and weight [outs, width], the width contiguous -> out [rows, outs], whose
-// rows are `out_stride` apart.
+// rows are `out_stride` apart, plus bias [outs] if it is not null.
+template <class Weight, class Element = Weight>
 struct Product {
   const float* input;
-  const float* weight;
-  float* out;
+  const Weight* weight;
+  const Element* bias;
+  Element* out;
   int64_t rows, outs, width, input_stride, weight_stride, out_stride;
   const float* columns;  // see `columns_of`
 
+  void put(int64_t row, int64_t one, float sum) const {
+    round_to(bias ? sum + as_float(bias[one]) : sum, out + row * out_stride + one);
+  }
+
   // `fetched`: the weights that are read next, or null.
   template <int some_rows, int some_outs>
-  void tile(int64_t row, int64_t first, const float* fetched, int64_t pass = 0, int64_t passes = 1) const {
+  void tile(int64_t row, int64_t first, const Weight* fetched, int64_t pass = 0, int64_t passes = 1) const {
     const float* from = input + row * input_stride;
-    const float* by = weight + first * weight_stride;
+    const Weight* by = weight + first * weight_stride;
     Lanes sums[some_rows][some_outs] = {};
-    const float* ahead = fetched + pass * width / passes;
+    const Weight* ahead = fetched + pass * width / passes;
     int64_t i = 0, due = fetched ? 0 : -1;
     for (; i + lanes <= width; i += lanes) {
       Lanes weights[some_outs];
-      for (int one = 0; one < some_outs; one++) weights[one] = load(by + one * weight_stride + i);
+      for (int one = 0; one < some_outs; one++) weights[one] = floats(by + one * weight_stride + i);
       if (i == due) {
         for (int one = 0; one < some_outs; one++) __builtin_prefetch(ahead + one * weight_stride, 0, 2);
         due += lanes * passes, ahead += lanes;
@@ -74,13 +82,13 @@ struct Product {
       for (int other = 0; other < some_rows; other++)
         for (int one = 0; one < some_outs; one++)
           for (int64_t rest = i; rest < width; rest++)
-            add_product(totals[other][one], from[other * input_stride + rest], by[one * weight_stride + rest]);
+            add_product(totals[other][one], from[other * input_stride + rest], as_float(by[one * weight_stride + rest]));
     for (int one = 0; one < some_outs; one++)
-      for (int other = 0; other < some_rows; other++) out[(row + other) * out_stride + first + one] = totals[other][one];
+      for (int other = 0; other < some_rows; other++) put(row + other, first + one, totals[other][one]);
   }
 
   template <int some_rows, int some_outs>
-  void rest(int64_t row, int64_t first, const float* fetched, int64_t pass, int64_t passes) const {
+  void rest(int64_t row, int64_t first, const Weight* fetched, int64_t pass, int64_t passes) const {
     if constexpr (some_rows > 0) {
       if (rows - row == some_rows)
         tile<some_rows, some_outs>(row, first, fetched, pass, passes);
@@ -90,7 +98,7 @@ struct Product {
   }
 
   template <int some_outs>
-  void all_rows(int64_t row, int64_t first, const float* fetched) const {
+  void all_rows(int64_t row, int64_t first, const Weight* fetched) const {
     const int64_t passes = (rows - row + rows_at_once - 1) / rows_at_once;
     int64_t pass = 0;
     for (; row + rows_at_once <= rows; row += rows_at_once)
@@ -110,9 +118,9 @@ struct Product {
 
   // Outputs of the group of rows from `row` on: their inputs are a vector or two, multiplied with a weight at a time.
   template <class Vector, int vectors, int some_outs>
-  void column_tile(int64_t row, int64_t first, const float* fetched) const {
+  void column_tile(int64_t row, int64_t first, const Weight* fetched) const {
     constexpr int64_t each = sizeof(Vector) / sizeof(float);
-    const float* by = weight + first * weight_stride;
+    const Weight* by = weight + first * weight_stride;
     const float* from = columns + row * width;
     Vector sums[some_outs][vectors] = {};
     for (int64_t i = 0; i < width; i++, from += vectors * each) {
@@ -121,13 +129,13 @@ struct Product {
       Vector values[vectors];
       for (int v = 0; v < vectors; v++) values[v] = load<Vector>(from + v * each);
       for (int one = 0; one < some_outs; one++)
-        for (int v = 0; v < vectors; v++) add_product(sums[one][v], values[v], by[one * weight_stride + i] + Vector{});
+        for (int v = 0; v < vectors; v++) add_product(sums[one][v], values[v], as_float(by[one * weight_stride + i]) + Vector{});
     }
     float found[some_outs][vectors * each];
     std::memcpy(found, sums, sizeof(found));
     const int64_t count = std::min(rows - row, vectors * each);
     for (int64_t other = 0; other < count; other++)
-      for (int one = 0; one < some_outs; one++) out[(row + other) * out_stride + first + one] = found[one][other];
+      for (int one = 0; one < some_outs; one++) put(row + other, first + one, found[one][other]);
   }
 
   template <class Vector, int vectors>
@@ -147,19 +155,19 @@ struct Product {
   bool has_small_shares() const { return rows == 1; }
 
   // One output of one row. Its weights are one stream, which AMD Zen 4 reads ahead better than four.
-  float dot(const float* by) const {
+  float dot(const Weight* by) const {
     constexpr int at_once = 4;
     Lanes sums[at_once] = {};
     int64_t i = 0;
     for (; i + at_once * lanes <= width; i += at_once * lanes)
       for (int one = 0; one < at_once; one++) {
         const int64_t at = i + one * lanes;
-        if (one * lanes * sizeof(float) % bytes_of_line == 0) fetch_ahead(by + at);
-        sums[one] += load(input + at) * load(by + at);
+        if (one * lanes * sizeof(Weight) % bytes_of_line == 0) fetch_ahead(by + at);
+        sums[one] += load(input + at) * floats(by + at);
       }
-    for (; i + lanes <= width; i += lanes) sums[0] += load(input + i) * load(by + i);
+    for (; i + lanes <= width; i += lanes) sums[0] += load(input + i) * floats(by + i);
     float found = total((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; i < width; i++) found += input[i] * by[i];
+    for (; i < width; i++) found += input[i] * as_float(by[i]);
     return found;
   }
 
@@ -168,16 +176,33 @@ struct Product {
     const int64_t end = std::min(to * outs_of_tile, outs);
     if (rows == 1) {
       if (full_width || lanes == 8)
-        for (; first + streams <= end; first += streams) tile<1, streams>(0, first, nullptr);
-      for (; first < end; first++) out[first] = dot(weight + first * weight_stride);
+        for (; first + streams <= end; first += streams) {
+          const bool fetches = sizeof(Weight) < sizeof(float) && first + 2 * streams <= outs;
+          tile<1, streams>(0, first, fetches ? weight + (first + streams) * weight_stride : nullptr);
+        }
+      for (; first < end; first++) put(0, first, dot(weight + first * weight_stride));
       return;
     }
     if (!columns) return by_rows(0, first, end);
+    if constexpr (!std::is_same_v<Weight, float>) return with_floats(first, end);
     const int64_t count = rows_as_columns(rows);
     for (; first < end; first += outs_of_tile) {  // whose weights come from memory once, for all rows
       const int64_t last = std::min(first + outs_of_tile, end);
       by_columns(count, first, last);
       if (count < rows) by_rows(count, first, last);
+    }
+  }
+
+  // The outputs from `first` to `end`, whose weights are widened once for all rows, as many as stay in a core's cache.
+  void with_floats(int64_t first, int64_t end) const {
+    const std::unique_ptr<float[]> wide(new float[outs_of_tile * width]);
+    for (; first < end; first += outs_of_tile) {
+      const int64_t count = std::min<int64_t>(outs_of_tile, end - first);
+      for (int64_t one = 0; one < count; one++)
+        widen(weight + (first + one) * weight_stride, width, wide.get() + one * width);
+      Product<float, Element>{input, wide.get(), bias ? bias + first : nullptr, out + first, rows, count, width,
+                              input_stride, width, out_stride, columns}
+          .compute(0, 1);
     }
   }
 

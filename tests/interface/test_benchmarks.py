@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import needs_kernels
 from places import ROOT
 
 
@@ -45,6 +46,16 @@ def test_plans_beside_peaks(tmp_path):
         planned, measured = (case["run"][name] + case["weights"][name] for name in ("planned", "measured"))
         assert planned == pytest.approx(measured, rel=0.15)
         assert 0 < case["cache"]["at_the_end"] <= case["cache"]["planned"]
+
+
+@pytest.mark.slow
+@needs_kernels
+def test_products(tmp_path):
+    found = run("products.py", tmp_path / "products.json", "--outs 64 --width 32 --runs 1")
+    assert set(found["ms"]) == {"float32", "bfloat16", "float16"}
+    for by_rows in found["ms"].values():
+        for by_name in by_rows.values():
+            assert all(0 < taken["least"] <= taken["median"] <= taken["most"] for taken in by_name.values())
 
 
 @pytest.mark.slow

@@ -99,7 +99,7 @@ ALLOWED = {
     ("native/products.cpp", "lanes", ""): "lanes of a SIMD register",
     **{
         (f"native/products/{name}.h", word, ""): "lanes of a SIMD register"
-        for name in ("rows", "plain", "codes", "blocks", "matrix_units")
+        for name in ("elements", "rows", "plain", "codes", "blocks", "matrix_units")
         for word in ("lane", "lanes")
     },
     ("native/vectors.h", "lanes", ""): "lanes of a SIMD register",

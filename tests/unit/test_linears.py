@@ -117,7 +117,9 @@ def test_layers_that_others_replace_are_freed():
 
 
 def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatch):
-    monkeypatch.setattr(linear_backend, "names_for", lambda shapes: dict.fromkeys(shapes, ("torch", *("mm",) * 6)))
+    monkeypatch.setattr(
+        linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ("torch", *("mm",) * 6))
+    )
     model = copy.deepcopy(tiny_model("llama"))
     generator, seen = engine.Generator(model), []
     model.model.layers[0].mlp.down_proj.register_forward_pre_hook(
@@ -166,7 +168,7 @@ def test_which_models_have_routes():
 
 
 def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
-    def fastest(shapes):
+    def fastest(shapes, dtype):
         asked.append(set(shapes))
         return {(512, 600): names, (700, 512): ALL_TORCH}
 
@@ -177,7 +179,7 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
     assert asked == [{(8, 8), (512, 600), (700, 512)}]
     assert table.routes == {(512, 600): [linear_routes.routes().get(name) for name in names]}
     assert str(table) == linear_backend._in_short(names)
-    monkeypatch.setattr(linear_backend, "names_for", lambda shapes: dict.fromkeys(shapes, ALL_TORCH))
+    monkeypatch.setattr(linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ALL_TORCH))
     assert table_for(model, "auto") is None
 
 
@@ -330,11 +332,49 @@ def test_the_kernel(rows, outs, width):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", linear_routes.DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 40, 70, 600])
+def test_products_are_those_of_double_precision_rounded_once(rows, dtype):
+    for outs, width in ((101, 264), (33, 13), (256, 576), (8, 40), (1, 1)):
+        input, weight, bias = torch.randn(rows, width), torch.randn(outs, width), torch.randn(outs)
+        input, weight, bias = (tensor.to(dtype) for tensor in (input, weight, bias))
+        for biases in ([bias], []):
+            exact = input.double() @ weight.double().T + (bias.double() if biases else 0)
+            out = kernels().linears(input, [weight], biases)
+            assert out.dtype == dtype
+            rounding = (exact.to(dtype).double() - exact).abs().max()
+            assert (out.double() - exact).abs().max() <= 1.02 * rounding + 1e-5 * exact.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_what_is_no_number_stays_so_in_sixteen_bits(rows, dtype):
+    values = [float("nan"), float("inf"), -float("inf"), 3e38, 1e-40, 6e-8, -0.0, 65519.0, 65520.0]
+    weight = torch.diag(torch.tensor(values)).to(dtype)
+    out = kernels().linears(torch.ones(rows, len(values), dtype=dtype), [weight], [])
+    expected = (torch.ones(rows, len(values), dtype=torch.double) @ weight.double().T).to(dtype)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(out.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
+
+
+@needs_kernels
+def test_products_of_several_data_types_are_refused():
+    row, weight = torch.randn(1, 8), torch.randn(8, 8)
+    for input, of_weight, biases in (
+        (row, weight.half(), []), (row.half(), weight, []), (row, weight, [weight[0].half()]),
+        (row.double(), weight.double(), []), (row, weight, [weight[0, :7]]),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"data type|inputs are float32|a bias has to be"):
+            kernels().linears(input, [of_weight], biases)
+
+
+@needs_kernels
 @pytest.mark.parametrize("rows", [2, 3, 5, 7, 9, 13, 18, 23, 31])
 @pytest.mark.parametrize("width", [264, 13])
 def test_equal_rows_have_equal_products(rows, width):
     input, weight = torch.randn(1, width).expand(rows, -1).contiguous(), torch.randn(101, width)
-    outs = [kernels().linears(input, [weight])]
+    outs = [kernels().linears(input, [weight], [])]
     for encode in ENCODERS.values():
         blocks = [[tensor] for tensor in encode(weight)]
         outs.append(kernels().block_linears(input, *blocks))
@@ -350,7 +390,7 @@ def test_several_products_of_one_input(rows):
     """Their outputs stand side by side; each is the product alone."""
     input = torch.randn(rows, 128)
     weights = [torch.randn(outs, 128) for outs in (33, 8, 64, 1)]
-    cases = [(kernels().linears, [weights])]
+    cases = [(kernels().linears, [weights, [weight[:, 0].contiguous() for weight in weights]])]
     for encode in ENCODERS.values():
         cases.append((kernels().block_linears, [list(tensors) for tensors in zip(*map(encode, weights), strict=True)]))
     several = [fitted(weights[0], 4), fitted(weights[1], 6), eight_bits(weights[2]), fitted(weights[3], 5)]
@@ -366,7 +406,7 @@ def test_compiled_layers_have_one_product_for_each_input():
 
     def layer(input, weights):
         query, key, value, out, gate, up, down = weights
-        product = lambda rows, weight: kernels().linears(rows.reshape(-1, 8), [weight])  # noqa: E731
+        product = lambda rows, weight: kernels().linears(rows.reshape(-1, 8), [weight], [])  # noqa: E731
         found = product(product(input, query) + product(input, key) * product(input, value), out)
         return product(product(found, gate) * product(found, up), down)
 
@@ -385,7 +425,7 @@ def test_compiled_layers_have_one_product_for_each_input():
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_generation_through_the_kernel(options, monkeypatch):
     model, inputs = tiny_model("llama"), prompt(rows=1, pads=0)
-    monkeypatch.setattr(linear_backend, "names_for", lambda shapes: dict.fromkeys(shapes, ("kernel",) * 6))
+    monkeypatch.setattr(linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ("kernel",) * 6))
     generator = engine.Generator(model)
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
     out = generator.generate(inputs, max_new_tokens=20, **options)
