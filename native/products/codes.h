@@ -40,7 +40,7 @@ inline Lanes bytes_as_floats(const int8_t* from) {
 struct BlockCodes {
   int bits;  // 4, 5, 6 or 8
   const uint8_t* codes;
-  const Half* scales;
+  const Float16* scales;
   const int8_t* factors;   // or null
   int64_t blocks, groups;  // of 16 outputs, of 32 inputs
   bool has_least;
@@ -154,7 +154,7 @@ void decode_rows(const BlockCodes& weights, const int64_t* outs, int64_t count, 
 }
 
 inline Lanes rounded_to_half(Lanes value) {
-  Half halves[lanes];
+  Float16 halves[lanes];
   round_to(value, halves);
   return floats(halves);
 }
@@ -211,7 +211,7 @@ struct Fit {
 
 // weights: float32 [16 * blocks, 32 * groups], as codes and scales with least values.
 template <int bits>
-void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t* codes, Half* scales) {
+void encode_blocks(const float* weights, int64_t blocks, int64_t groups, uint8_t* codes, Float16* scales) {
   torch::stable::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; block++)
       for (int64_t group = 0; group < groups; group++) {

@@ -10,10 +10,10 @@
 namespace {
 
 // Bits of a float16, and of a bfloat16: the upper half of a float32.
-struct Half {
+struct Float16 {
   uint16_t bits;
 };
-struct Brain {
+struct BFloat16 {
   uint16_t bits;
 };
 
@@ -44,8 +44,8 @@ inline uint16_t float_as_half(float value) {
 }
 
 inline float as_float(float value) { return value; }
-inline float as_float(Half value) { return half_as_float(value.bits); }
-inline float as_float(Brain value) {
+inline float as_float(Float16 value) { return half_as_float(value.bits); }
+inline float as_float(BFloat16 value) {
   const uint32_t bits = uint32_t(value.bits) << 16;
   float found;
   std::memcpy(&found, &bits, sizeof(found));
@@ -54,7 +54,7 @@ inline float as_float(Brain value) {
 
 inline Lanes floats(const float* from) { return load(from); }
 
-inline Lanes floats(const Half* from) {
+inline Lanes floats(const Float16* from) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__F16C__)
@@ -66,7 +66,7 @@ inline Lanes floats(const Half* from) {
 #endif
 }
 
-inline Lanes floats(const Brain* from) {
+inline Lanes floats(const BFloat16* from) {
 #if defined(__AVX512F__)
   return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 #elif defined(__AVX2__)
@@ -86,7 +86,7 @@ void widen(const Element* from, int64_t count, float* to) {
 }
 
 // Rounded to the nearest, of two as near to the even one.
-inline void round_to(Lanes from, Half* to) {
+inline void round_to(Lanes from, Float16* to) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i*)to, _mm512_cvtps_ph((__m512)from, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #elif defined(__F16C__)
@@ -97,8 +97,8 @@ inline void round_to(Lanes from, Half* to) {
 }
 
 inline void round_to(float from, float* to) { *to = from; }
-inline void round_to(float from, Half* to) { to->bits = float_as_half(from); }
-inline void round_to(float from, Brain* to) {
+inline void round_to(float from, Float16* to) { to->bits = float_as_half(from); }
+inline void round_to(float from, BFloat16* to) {
   uint32_t bits;
   std::memcpy(&bits, &from, sizeof(bits));
   const bool is_number = from == from;  // as others, NaN could become infinite
