@@ -33,10 +33,11 @@ class EngineConfig(Config):
         linear layers on a CPU keep codes of 8 or 4 bits in place of their weights, also those of a model that was
         given, and the text changes. Each 32 inputs of an output have a scale, with "int4" also a least value, and
         codes of 5 bits where there are fewer outputs than inputs.
-    linears: the matrix product of linear layers on a CPU. "default": torch's own; "onednn"; "auto": by the kind
-        of processor and the number of rows, mostly a kernel of this package, where it was built when the package was
-        installed; or what `engine linears` has measured on this machine (stored in `$KVENGINE_CACHE`, by default the
-        user's cache folder). Results differ by rounding. `Stats.linears` reports the choice.
+    linears: the matrix product of linear layers on a CPU. "default": torch's own; "onednn", of float32 weights;
+        "auto": by the kind of processor and the number of rows, mostly a kernel of this package, where it was built
+        when the package was installed; or for float32 weights what `engine linears` has measured on this machine
+        (stored in `$KVENGINE_CACHE`, by default the user's cache folder). Results differ by rounding. `Stats.linears`
+        reports the choice.
     on_oom: the fallbacks, in this order, when an allocation fails during a run; after the last one the run ends with
         `engine.OutOfMemoryError`. "release": free compiled graphs, stored prefixes and idle memory. "chunk": compute
         the prompt in smaller chunks. "offload": move the live cache to host memory, or to disk if the model computes on

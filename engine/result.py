@@ -80,7 +80,7 @@ class Stats:
     fallbacks : tuple of Fallback
         The fallbacks that were applied when memory was out, in order.
     linears : str
-        The matrix products of float32 linear layers on a CPU, by rows and by size of the matrix: "torch", "onednn", ...
+        The matrix products of linear layers on a CPU, by rows and by size of the matrix: "torch", "onednn", ...
         (see `EngineConfig.linears`).
     compiled : str
         What of the decode steps was compiled code at the end: "off", "12 layers", or why not (see

@@ -101,7 +101,7 @@ void check_weights(Borrowed input, const std::vector<Borrowed>& weights, const s
   STD_TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "all weights have a bias, or none has");
   for (size_t i = 0; i < weights.size(); i++) {
     check_contiguous(weights[i]);
-    STD_TORCH_CHECK(weights[i].size(1) == width, "the inputs are ", width, " wide, and the weights ", weights[i].size(1));
+    STD_TORCH_CHECK(weights[i].dim() == 2 && weights[i].size(1) == width, "the inputs are ", width, " wide, and the weights ", weights[i].size(1));
     STD_TORCH_CHECK(weights[i].type() == input.type() && (biases.empty() || biases[i].type() == input.type()),
                     "inputs, weights and biases have to be of one data type");
     STD_TORCH_CHECK(biases.empty() || (biases[i].is_contiguous() && biases[i].numel() == weights[i].size(0)),
@@ -195,6 +195,7 @@ struct CodedInput {
 
 Tensor block_linears_of(Borrowed input, const std::vector<Borrowed>& codes, const std::vector<Borrowed>& scales,
                         const std::vector<Borrowed>& factors, const std::vector<Borrowed>& input_scales) {
+  STD_TORCH_CHECK(input.is_float(), "inputs of products with codes are float32");
   const size_t count = codes.size();
   const auto are_of_some = [&](const std::vector<Borrowed>& tensors) {
     return tensors.empty() || tensors.size() == count;
@@ -285,8 +286,11 @@ bool integer_products() { return BlockInput::has_integers; }
 }  // namespace
 
 // Products of one input [..., width] with several weights -> their outputs side by side, [..., all] of its data type.
+//
 // `linears`: input, weights [outs, width] with a contiguous width, and biases [outs], of all weights or none, are of one
-// data type: float32, bfloat16 or float16. `block_linears`: the input is float32. codes, scales, factors: see `BlockCodes`, with no factors
+// data type: float32, bfloat16 or float16.
+//
+// `block_linears`: the input is float32. codes, scales, factors: see `BlockCodes`, with no factors
 // [outs / 16, width / 32, 0, 16]. input_scales: float32 [width, filled up to groups of 32], or of no elements; inputs are
 // multiplied with them. Lists of factors and of scales of inputs are empty where no weights have any.
 STABLE_TORCH_LIBRARY(kvengine, library) {

@@ -53,7 +53,7 @@ def package_of(step: LayerStep, attention: str | None, linears: Table | None) ->
     releases = [torch.__version__, transformers.__version__, sys.version]
     machine = [str(torch.get_num_threads()), processor()]
     products = linears and linears.for_compiled_code()
-    fields = [str(_FORMAT), str(attention), *step.describe(), str(products), *machine, *releases]
+    fields = [str(_FORMAT), str(attention), *step.describe(), repr(products), *machine, *releases]
     key = sha256("\0".join(fields).encode()).hexdigest()[:32]
     return cache_folder() / "layers" / f"{key}.pt2"
 

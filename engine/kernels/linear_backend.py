@@ -14,11 +14,11 @@ from __future__ import annotations
 import operator
 import threading
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import compress, repeat
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
 from weakref import ref
 
 import torch
@@ -42,45 +42,56 @@ from engine.kernels.linear_routes import (
 _ALL_ONEDNN: Names = ("onednn", "onednn", "swapped", "swapped", "swapped", "onednn", "onednn")
 
 
-Routes: TypeAlias = "list[Route | None]"
-"""Of one matrix: the route for each bucket of rows; None for torch's own."""
+Matrix: TypeAlias = tuple[torch.dtype, Shape]
+"""What the weights of a layer are: their data type and shape."""
+
+
+class Routes(NamedTuple):
+    """Of one matrix. dtype: of its weights. by_rows: the route for each bucket of rows; None for torch's own."""
+
+    dtype: torch.dtype
+    by_rows: list[Route | None]
 
 
 class Table:
-    """The route of each product. names: by the matrix's shape; shapes that are not there use torch's own, and so do
-    weights of other data types than `dtype`."""
+    """The route of each product. names: by the matrix; matrices that are not there use torch's own."""
 
-    def __init__(self, names: dict[Shape, Names], routes: dict[str, Route], dtype: torch.dtype = torch.float32):
-        self._names, self.dtype = names, dtype
-        self.routes: dict[tuple[int, ...], Routes] = {
-            shape: [routes.get(name) for name in by_rows] for shape, by_rows in names.items()
+    def __init__(self, names: dict[Matrix, Names], routes: dict[str, Route]):
+        self._names = names
+        self.routes = {
+            (dtype, shape): Routes(dtype, [routes.get(name) for name in by_rows])
+            for (dtype, shape), by_rows in names.items()
         }
 
-    def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Shape, Names], torch.dtype]]:
-        return _with_known_routes, (self._names, self.dtype)
+    def __reduce__(self) -> tuple[Callable[..., Table], tuple[dict[Matrix, Names]]]:
+        return _with_known_routes, (self._names,)
 
     def for_compiled_code(self) -> Table:
         """The same routes for compiled code: oneDNN stays, other products are the kernel's, or torch's own without one.
         torch's compiler has no transposed product, and compiled code rounds in another way anyway."""
         other = "kernel" if "kernel" in routes() else TORCH
         names = {
-            shape: tuple(name if name == "onednn" else other for name in by_rows)
-            for shape, by_rows in self._names.items()
+            matrix: tuple(name if name == "onednn" else other for name in by_rows)
+            for matrix, by_rows in self._names.items()
         }
-        return _with_known_routes(names, self.dtype)
+        return _with_known_routes(names)
+
+    def __repr__(self) -> str:
+        """Everything that the routes of a layer follow from."""
+        return f"Table({sorted(map(str, self._names.items()))})"
 
     def __str__(self) -> str:
-        """The routes by rows, and by shape if shapes differ."""
+        """The routes by rows, and by shape if matrices differ."""
         by_routes = defaultdict(list)
-        for shape, names in sorted(self._names.items()):
+        for (_, shape), names in sorted(self._names.items(), key=lambda item: item[0][1]):
             by_routes[_in_short(names)].append("x".join(map(str, shape)))
         if len(by_routes) == 1:
             return next(iter(by_routes))
         return "; ".join(f"{' '.join(shapes)}: {text}" for text, shapes in by_routes.items())
 
 
-def _with_known_routes(names: dict[Shape, Names], dtype: torch.dtype) -> Table:
-    return Table(names, routes(), dtype)
+def _with_known_routes(names: dict[Matrix, Names]) -> Table:
+    return Table(names, routes())
 
 
 def _in_short(names: Names) -> str:
@@ -96,16 +107,19 @@ def _is_plain(weight: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
 def table_for(model: nn.Module, choice: str) -> Table | None:
     """The routes for a model; None if all products are torch's own. choice: see `configs.EngineConfig.linears`."""
     weights = [parameters_of(module).get("weight") for module in model.modules() if isinstance(module, nn.Linear)]
-    plain = list(filter(_is_plain, weights))
-    if not plain or choice == "default" or (choice == "onednn" and not has_onednn()):
+    if choice == "default" or (choice == "onednn" and not has_onednn()):
         return None
-    [(dtype, _)] = Counter(weight.dtype for weight in plain).most_common(1)
-    shapes = {shape_of(weight) for weight in plain if weight.dtype is dtype}
-    if choice == "auto":
-        names = {shape: by_rows for shape, by_rows in names_for(shapes, dtype=dtype).items() if by_rows != ALL_TORCH}
-    else:
-        names = dict.fromkeys(shapes, _ALL_ONEDNN) if dtype is torch.float32 else {}
-    return Table(names, routes(), dtype) if names else None
+    by_type = defaultdict[torch.dtype, set[Shape]](set)
+    for weight in filter(_is_plain, weights):
+        by_type[weight.dtype].add(shape_of(weight))
+    names: dict[Matrix, Names] = {}
+    for dtype, shapes in by_type.items():
+        if choice == "auto":
+            by_shape = names_for(shapes, dtype=dtype)
+        else:
+            by_shape = dict.fromkeys(shapes, _ALL_ONEDNN) if dtype is torch.float32 else {}
+        names |= {(dtype, shape): by_rows for shape, by_rows in by_shape.items() if by_rows != ALL_TORCH}
+    return Table(names, routes()) if names else None
 
 
 class _ActiveRoutes(threading.local):
@@ -143,13 +157,12 @@ class RoutedLinear(nn.Linear):
             routes is not None
             and type(input) is torch.Tensor
             and type(weight) is nn.Parameter
-            and input.dtype is weight.dtype
-            and weight.dtype in DTYPES
+            and (of_layer := routes.get(self)) is not None
+            and input.dtype is weight.dtype is of_layer.dtype
             and weight.is_cpu
             and (bias is None or (type(bias) is nn.Parameter and bias.dtype is weight.dtype and bias.is_cpu))
-            and (by_rows := routes.get(self)) is not None
             and (rows := input.numel() // self.in_features)
-            and (route := by_rows[bisect_left(ROW_LIMITS, rows)]) is not None
+            and (route := of_layer.by_rows[bisect_left(ROW_LIMITS, rows)]) is not None
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
         ):
@@ -163,10 +176,10 @@ class TracedLinear(RoutedLinear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         routes, parameters = active.routes, parameters_of(self)
         weight = parameters.get("weight")
-        if routes is not None and weight is not None and input.dtype is weight.dtype and "bias" in parameters:
-            by_rows = routes.get(self)
-            route = None if by_rows is None else by_rows[bisect_left(ROW_LIMITS, input.numel() // self.in_features)]
-            if route is not None:
+        of_layer = None if routes is None else routes.get(self)
+        if of_layer is not None and weight is not None and "bias" in parameters:
+            route = of_layer.by_rows[bisect_left(ROW_LIMITS, input.numel() // self.in_features)]
+            if route is not None and input.dtype is weight.dtype is of_layer.dtype:
                 return route(input, weight, parameters["bias"])
         return nn.Linear.forward(self, input)
 
@@ -178,10 +191,11 @@ class RoutedLinears:
         self._layers: list[tuple[ref[nn.Module], Routes, int]] = []  # the first bucket of rows that has a route
         for module in model.modules():
             weight = parameters_of(module).get("weight") if type(module) is nn.Linear else None
-            by_rows = [] if weight is None or weight.dtype is not table.dtype else table.routes.get(weight.shape, [])
-            first = next((bucket for bucket, route in enumerate(by_rows) if route), None)
-            if first is not None:
-                self._layers.append((ref(module), by_rows, first))
+            of_layer = None if weight is None else table.routes.get(cast(Matrix, (weight.dtype, weight.shape)))
+            if of_layer is not None:
+                first = next((bucket for bucket, route in enumerate(of_layer.by_rows) if route), None)
+                if first is not None:
+                    self._layers.append((ref(module), of_layer, first))
 
     def of_step(self, rows: int | None = None) -> dict[nn.Module, Routes]:
         """The routes of those that have one for products of up to `rows` rows (None: any number), and are of torch's
@@ -189,7 +203,7 @@ class RoutedLinears:
         if getattr(nn.Linear.forward, "__globals__", None) is not vars(torch.nn.modules.linear):
             return {}
         last = len(ROW_LIMITS) if rows is None else bisect_left(ROW_LIMITS, rows)
-        return {layer: by_rows for reference, by_rows, first in self._layers
+        return {layer: of_layer for reference, of_layer, first in self._layers
                 if first <= last and type(layer := reference()) is nn.Linear}  # fmt: skip
 
 

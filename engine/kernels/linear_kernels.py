@@ -81,6 +81,8 @@ def _products() -> list[Any]:
 
 
 def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:
+    if any(tensor.dtype != input.dtype for tensor in (*weights, *biases)):
+        raise TypeError("inputs, weights and biases have to be of one data type")
     return input.new_empty(*input.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 

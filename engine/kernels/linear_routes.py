@@ -61,7 +61,8 @@ def mm(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 def _kernel(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The kernel of `native/products.cpp`, once `kernels` has loaded it."""
-    if weight.stride(1) != 1:
+    is_plain_bias = bias is None or (bias.shape == weight.shape[:1] and bias.is_contiguous())
+    if weight.stride(1) != 1 or not is_plain_bias:
         return functional.linear(input, weight, bias)
     out: torch.Tensor = torch.ops.kvengine.linears(input.contiguous(), [weight], [] if bias is None else [bias])
     return out
@@ -114,9 +115,10 @@ def _by_kind_of_processor() -> Names:
 
 
 def _of_sixteen_bits(dtype: torch.dtype) -> Names:
-    """The kernel reads the weights as one stream. torch's own is faster for many rows where the processor multiplies
-    the data type."""
-    if "kernel" not in routes() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    """The kernel reads the weights as one stream. torch's own is taken for many rows where the processor multiplies the
+    data type."""
+    is_x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    if not is_x86 or sys.platform != "linux" or "kernel" not in routes():  # on Linux alone it has threads
         return ALL_TORCH
     return _KERNEL_FOR_FEW if _MULTIPLIES[dtype] in processor().split() else _ALL_KERNEL
 

@@ -88,7 +88,7 @@ class ModelRunner:
 
     @property
     def linears(self) -> str:
-        """Which matrix products float32 linear layers on a CPU take, in short."""
+        """Which matrix products linear layers on a CPU take, in short."""
         return TORCH if self._table is None else str(self._table)
 
     @property

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import needs_kernels
 from real_data import path_of
 from references import contrastive, diverse, readers
 from torch import nn
@@ -230,6 +231,7 @@ def test_texts_of_one_row_per_prompt_in_sixteen_bits(case):
     assert case.verdict() == "equal"
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("prompt", MESSAGES)
 def test_products_in_sixteen_bits_part_from_transformers_at_near_ties_only(dtype, prompt):

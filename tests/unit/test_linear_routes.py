@@ -227,6 +227,29 @@ def test_the_kind_of_processor_tells_the_product(system, name, capability, kerne
     assert linear_routes.names_for([ONE, SMALL]) == {ONE: expected, SMALL: ALL_TORCH}
 
 
+@pytest.mark.parametrize(
+    ("system", "flags", "capability", "kernels", "expected"),
+    [
+        ("linux", "avx2", "AVX2", True, ("kernel",) * 7),
+        ("linux", "avx512_vnni", "AVX512", True, ("kernel",) * 7),
+        ("linux", "avx512_bf16 avx512_fp16", "AVX512", True, ("kernel",) * 6 + ("torch",)),
+        ("linux", "avx2", "AVX2", False, ALL_TORCH),
+        ("win32", "avx2", "AVX2", True, ALL_TORCH),
+        ("linux", "aarch64", "DEFAULT", True, ALL_TORCH),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.usefixtures("measured")
+def test_products_of_sixteen_bits(system, flags, capability, kernels, expected, dtype, monkeypatch):
+    """What was measured is of float32."""
+    linear_measurement.fastest([ONE])
+    monkeypatch.setattr(linear_routes.sys, "platform", system)
+    monkeypatch.setattr(linear_routes, "processor", lambda: flags)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(linear_routes, "routes", lambda: {"kernel": None} if kernels else {})
+    assert linear_routes.names_for([ONE, SMALL], dtype=dtype) == {ONE: expected, SMALL: ALL_TORCH}
+
+
 @pytest.mark.usefixtures("measured")
 def test_what_was_measured_counts_more_than_the_kind_of_processor(monkeypatch):
     linear_measurement.fastest([ONE])

@@ -39,12 +39,18 @@ def noted(taken):
     return {name: noting(name, route) for name, route in linear_routes.routes().items()}
 
 
+def of_float32(names):
+    """Names for a `Table`, by shape."""
+    return {(torch.float32, shape): by_rows for shape, by_rows in names.items()}
+
+
 @contextmanager
 def routed(model, name):
     """As in a step of ours whose products all have the route of this name; collects which are taken."""
     taken = []
-    shapes = {tuple(one.weight.shape) for one in model.modules() if isinstance(one, nn.Linear)}
-    with in_step(model, Table(dict.fromkeys(shapes, (name,) * 7), noted(taken))):
+    weights = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
+    matrices = {(weight.dtype, tuple(weight.shape)) for weight in weights if weight.dtype in linear_routes.DTYPES}
+    with in_step(model, Table(dict.fromkeys(matrices, (name,) * 7), noted(taken))):
         yield taken
 
 
@@ -87,7 +93,7 @@ def test_rows_and_shape_choose_the_route(rows, shape, expected):
         (256, 512): ("onednn",) * 7,
     }
     taken = []
-    table, layer = Table(names, noted(taken)), nn.Linear(*reversed(shape))
+    table, layer = Table(of_float32(names), noted(taken)), nn.Linear(*reversed(shape))
     with in_step(layer, table, rows):
         layer(torch.randn(1, rows, shape[1]))
     assert taken == [name for name in [expected] if name != "torch"]
@@ -101,7 +107,7 @@ def test_layers_without_a_route_for_so_few_rows_are_left_alone(rows, shapes):
     names = {(8, 8): ("torch",) * 7, (16, 8): ("torch", "torch", "mm", "torch", "torch", "torch", "torch"),
              (12, 8): (*("torch",) * 6, "mm")}  # fmt: skip
     model = nn.ModuleList([nn.Linear(8, outs) for outs in (8, 12, 16, 20)])
-    layers = RoutedLinears(model, Table(names, linear_routes.routes())).of_step(rows)
+    layers = RoutedLinears(model, Table(of_float32(names), linear_routes.routes())).of_step(rows)
     assert [layer.out_features for layer in layers] == shapes
 
 
@@ -135,9 +141,8 @@ def test_a_step_of_one_row_calls_torch_directly_where_that_is_fastest(monkeypatc
 
 
 def test_what_compiled_code_multiplies_with(monkeypatch):
-    table = Table(
-        {(512, 256): ("torch", "mm", "onednn", "swapped", "torch", "onednn", "torch")}, linear_routes.routes()
-    )
+    names = {(512, 256): ("torch", "mm", "onednn", "swapped", "torch", "onednn", "torch")}
+    table = Table(of_float32(names), linear_routes.routes())
     for there, other in ((object(), "kernel"), (None, "torch")):
         monkeypatch.setattr(linear_routes, "kernels", lambda there=there: there)
         text = str(table.for_compiled_code())
@@ -177,7 +182,9 @@ def test_the_fastest_is_taken_where_matrices_are_large_enough(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(600, 512), nn.Linear(512, 700), nn.Linear(600, 512))
     table = table_for(model, "auto")
     assert asked == [{(8, 8), (512, 600), (700, 512)}]
-    assert table.routes == {(512, 600): [linear_routes.routes().get(name) for name in names]}
+    assert [(*matrix, routes.by_rows) for matrix, routes in table.routes.items()] == [
+        (torch.float32, (512, 600), [linear_routes.routes().get(name) for name in names])
+    ]
     assert str(table) == linear_backend._in_short(names)
     monkeypatch.setattr(linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ALL_TORCH))
     assert table_for(model, "auto") is None
@@ -302,12 +309,50 @@ def test_a_failing_forward_ends_the_routes(monkeypatch):
     assert {type(module) for module in model.modules() if isinstance(module, nn.Linear)} == {nn.Linear}
 
 
-def test_a_model_that_was_moved_is_left_alone():
-    model = copy.deepcopy(tiny_model("llama"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_a_model_that_was_moved_is_left_alone(dtype, monkeypatch):
+    """oneDNN does not multiply all data types."""
+    taken, model = [], copy.deepcopy(tiny_model("llama"))
+    monkeypatch.setattr(linear_backend, "routes", lambda: noted(taken))
     generator = engine.Generator(model, config=engine.EngineConfig(linears="onednn"))
-    model.to(torch.bfloat16)
+    generator.generate(prompt(), max_new_tokens=2)
+    assert taken
+    taken.clear()
+    model.to(dtype)
     expected = model.generate(**prompt(), max_new_tokens=5, do_sample=False)
     assert torch.equal(generator.generate(prompt(), max_new_tokens=5).sequences, expected)
+    assert taken == []
+
+
+def test_each_data_type_has_routes_of_its_own(monkeypatch):
+    def names_for(shapes, dtype):
+        return dict.fromkeys(shapes, ("mm" if dtype is torch.float32 else "onednn",) * 7)
+
+    monkeypatch.setattr(linear_backend, "names_for", names_for)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+    table, taken = table_for(model, "auto"), []
+    assert {dtype: routes.dtype for dtype, _ in table.routes for routes in [table.routes[dtype, (8, 8)]]} == {
+        torch.float32: torch.float32, torch.bfloat16: torch.bfloat16
+    }  # fmt: skip
+    with in_step(model, Table(table._names, noted(taken))):
+        for layer in model:
+            layer(torch.randn(2, 8, dtype=layer.weight.dtype))
+    assert taken == ["mm", "mm", "onednn"]
+    assert repr(table) != repr(Table(dict.fromkeys(table.routes, ("mm",) * 7), {}))
+    assert {dtype for dtype, _ in table_for(model, "onednn").routes} == {torch.float32}
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", linear_routes.DTYPES, ids=str)
+def test_biases_that_the_kernel_does_not_read(dtype):
+    """torch computes with one that is strided, or has one element for all outputs."""
+    layer, input = nn.Linear(8, 6, dtype=dtype), torch.randn(2, 8, dtype=dtype)
+    strided = torch.randn(6, 2, dtype=dtype)[:, 0]
+    for bias in (strided, torch.randn(1, dtype=dtype).expand(6), torch.randn(1, dtype=dtype)):
+        layer.bias = nn.Parameter(bias)
+        with routed(layer, "kernel") as taken:
+            torch.testing.assert_close(layer(input), nn.functional.linear(input, layer.weight, bias))
+        assert taken == ["kernel"]
 
 
 @needs_kernels
@@ -350,10 +395,16 @@ def test_products_are_those_of_double_precision_rounded_once(rows, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_what_is_no_number_stays_so_in_sixteen_bits(rows, dtype):
+    """In vectors, and in the few elements behind them. Each product has one addend."""
     values = [float("nan"), float("inf"), -float("inf"), 3e38, 1e-40, 6e-8, -0.0, 65519.0, 65520.0]
-    weight = torch.diag(torch.tensor(values)).to(dtype)
-    out = kernels().linears(torch.ones(rows, len(values), dtype=dtype), [weight], [])
-    expected = (torch.ones(rows, len(values), dtype=torch.double) @ weight.double().T).to(dtype)
+    width, places = 73, range(0, 73, 8)
+    weight, input = torch.zeros(len(values), width), torch.zeros(rows, width)
+    for out, (value, place) in enumerate(zip(values, [*places][-len(values) :], strict=True)):
+        weight[out, place] = value
+        input[:, place] = 1
+    weight, input = weight.to(dtype), input.to(dtype)
+    out = kernels().linears(input, [weight], [])
+    expected = (input.double() @ weight.double().T).to(dtype)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
 
@@ -363,10 +414,13 @@ def test_products_of_several_data_types_are_refused():
     row, weight = torch.randn(1, 8), torch.randn(8, 8)
     for input, of_weight, biases in (
         (row, weight.half(), []), (row.half(), weight, []), (row, weight, [weight[0].half()]),
-        (row.double(), weight.double(), []), (row, weight, [weight[0, :7]]),
+        (row.double(), weight.double(), []), (row, weight, [weight[0, :7]]), (row, weight[..., None], []),
     ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"data type|inputs are float32|a bias has to be"):
+        with pytest.raises(RuntimeError, match=r"data type|inputs are float32|a bias has to be|8 wide"):
             kernels().linears(input, [of_weight], biases)
+    blocks = [[tensor] for tensor in eight_bits(torch.randn(16, 32))]
+    with pytest.raises(RuntimeError, match="inputs of products with codes are float32"):
+        kernels().block_linears(torch.randn(2, 32).bfloat16(), *blocks)
 
 
 @needs_kernels
@@ -401,23 +455,30 @@ def test_several_products_of_one_input(rows):
 
 
 @needs_kernels
-def test_compiled_layers_have_one_product_for_each_input():
-    """Query, key and value together, gate and up together: four products in place of seven."""
+@pytest.mark.parametrize(("biases", "joined"), [("", [3, 1, 2, 1]), ("qkv", [3, 1, 2, 1]), ("qv", [2, 1, 1, 2, 1])])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_layers_have_one_product_for_each_input(biases, joined, dtype):
+    """Query, key and value together, gate and up together: four products in place of seven. Products with a bias are
+    not joined with others."""
 
-    def layer(input, weights):
+    def layer(input, weights, bias):
         query, key, value, out, gate, up, down = weights
-        product = lambda rows, weight: kernels().linears(rows.reshape(-1, 8), [weight], [])  # noqa: E731
-        found = product(product(input, query) + product(input, key) * product(input, value), out)
+
+        def product(rows, weight, name="none"):
+            return kernels().linears(rows.reshape(-1, 8), [weight], [bias] if name in biases else [])
+
+        found = product(product(input, query, "q") + product(input, key, "k") * product(input, value, "v"), out)
         return product(product(found, gate) * product(found, up), down)
 
-    arguments = torch.randn(2, 1, 8), [torch.randn(8, 8) for _ in range(7)]
+    weights = [torch.randn(8, 8).to(dtype) for _ in range(7)]
+    arguments = torch.randn(2, 1, 8).to(dtype), weights, torch.randn(8).to(dtype)
     with FakeTensorMode() as mode:
         fake = torch.utils._pytree.tree_map(mode.from_tensor, arguments)
         traced = make_fx(layer)(*fake)
     join_products(traced.graph)
     traced.recompile()
     products = [node for node in traced.graph.nodes if "linears" in str(node.target)]
-    assert [len(node.args[1]) for node in products] == [3, 1, 2, 1]
+    assert sorted(len(node.args[1]) for node in products) == sorted(joined)
     torch.testing.assert_close(traced(*arguments), layer(*arguments))
 
 
@@ -425,7 +486,7 @@ def test_compiled_layers_have_one_product_for_each_input():
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=str)
 def test_generation_through_the_kernel(options, monkeypatch):
     model, inputs = tiny_model("llama"), prompt(rows=1, pads=0)
-    monkeypatch.setattr(linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ("kernel",) * 6))
+    monkeypatch.setattr(linear_backend, "names_for", lambda shapes, dtype: dict.fromkeys(shapes, ("kernel",) * 7))
     generator = engine.Generator(model)
     expected = model.generate(**inputs, max_new_tokens=20, do_sample=False, **options)
     out = generator.generate(inputs, max_new_tokens=20, **options)
@@ -437,12 +498,14 @@ def test_generation_through_the_kernel(options, monkeypatch):
 def test_without_kernels_there_is_no_route():
     assert linear_kernels.kernels() is None
     assert "kernel" not in linear_routes.routes()
-    assert Table({(8, 8): ("kernel",) * 6}, linear_routes.routes()).routes == {(8, 8): [None] * 6}
+    [routes] = Table(of_float32({(8, 8): ("kernel",) * 7}), linear_routes.routes()).routes.values()
+    assert routes.by_rows == [None] * 7
 
 
 @needs_kernels
-def test_code_that_is_compiled_has_the_routes(monkeypatch, tmp_path):
-    """Of products in float32; the layers are torch's own again after it is traced."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_code_that_is_compiled_has_the_routes(dtype, monkeypatch, tmp_path):
+    """Of products of their data type; the layers are torch's own again after it is traced."""
 
     class Layers(nn.Module):
         def __init__(self):
@@ -451,14 +514,16 @@ def test_code_that_is_compiled_has_the_routes(monkeypatch, tmp_path):
             self.third, self.last = nn.Linear(4, 8), nn.Linear(8, 8).double()
 
         def forward(self, input, cache):
-            return self.last(self.third(self.second(self.first(input))).double())
+            return self.last(self.third(self.second(self.first(input))).to(self.last.weight.dtype))
 
     programs = []
     monkeypatch.setattr(package_builder, "compile_package", lambda program, *others: programs.append(program))
     monkeypatch.setattr(package_builder.os, "replace", lambda source, target: None)
     layers = Layers().eval().requires_grad_(False)
-    step = LayerStep(layers, ((torch.randn(2, 1, 8), Place.CACHE), {}))
-    table = Table({(8, 8): ("kernel",) * 7, (4, 8): ("onednn",) * 7}, linear_routes.routes())
+    layers.first, layers.second, layers.third = (of.to(dtype) for of in (layers.first, layers.second, layers.third))
+    step = LayerStep(layers, ((torch.randn(2, 1, 8, dtype=dtype), Place.CACHE), {}))
+    names = {(dtype, (8, 8)): ("kernel",) * 7, (dtype, (4, 8)): ("onednn",) * 7}
+    table = Table(names, linear_routes.routes())
     package_builder._build(step, table, tmp_path / "layer.pt2")
     calls = [str(node.target) for node in programs[0].graph.nodes if node.op == "call_function"]
     products = [name for name in calls if "linear" in name]

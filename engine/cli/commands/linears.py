@@ -55,7 +55,7 @@ def _as_text(report: dict[str, Any], width: int) -> str:
     closing = (
         f"The fastest product by rows (tokens of all sequences in a step), float32, {report['threads']} threads. "
         '"torch" is its own, "kernel" this package\'s; another than torch\'s is used where it is faster by a tenth. '
-        "Later calls on this machine use these."
+        "Later calls on this machine use these for float32 weights."
     )
     if not report["measured"]:
         closing += (
