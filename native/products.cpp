@@ -101,7 +101,8 @@ void check_weights(Borrowed input, const std::vector<Borrowed>& weights, const s
   STD_TORCH_CHECK(biases.empty() || biases.size() == weights.size(), "all weights have a bias, or none has");
   for (size_t i = 0; i < weights.size(); i++) {
     check_contiguous(weights[i]);
-    STD_TORCH_CHECK(weights[i].dim() == 2 && weights[i].size(1) == width, "the inputs are ", width, " wide, and the weights ", weights[i].size(1));
+    STD_TORCH_CHECK(weights[i].dim() == 2 && weights[i].size(1) == width, "the inputs are ", width,
+                    " wide, and the weights ", weights[i].size(1));
     STD_TORCH_CHECK(weights[i].type() == input.type() && (biases.empty() || biases[i].type() == input.type()),
                     "inputs, weights and biases have to be of one data type");
     STD_TORCH_CHECK(biases.empty() || (biases[i].is_contiguous() && biases[i].numel() == weights[i].size(0)),
