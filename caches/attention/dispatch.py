@@ -7,13 +7,14 @@
 | codes of a quantized cache | up to 16 queries of a head | the kernel of `fused.attention` |
 | other segments | up to 64 | torch, segment by segment |
 | one tensor, many keys | 1 | the kernel of `kernels.attention` |
-| one tensor | 1 | torch, the query heads of a key head packed |
+| one tensor of `EXACT` | 1 | torch, the query heads of a key head packed |
 | one tensor, many keys | several, causal or masked | the kernel of `kernels.prompt_attention` |
 | anything else | | torch, on one tensor |
 
-Kernels are those of float32, bfloat16 and float16 on a CPU (codes: of float32), and where they cannot compute something, torch does. The first line, and those of
-one tensor, are for steps of the engine, in place of transformers' function: `engine.kernels.attention_hook` asks here.
-In compiled layers `kernels.open_layers` takes the place of the table where all layers of a step are open.
+Kernels are those of float32, bfloat16 and float16 on a CPU (codes: of float32), and where they cannot compute
+something, torch does. The first line, and those of one tensor, are for steps of the engine, in place of transformers'
+function: `engine.kernels.attention_hook` asks here. In compiled layers `kernels.open_layers` takes the place of the
+table where all layers of a step are open.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from caches.attention.segments import CacheRows, group_rows, ungroup_rows
 
 FEW_TOKENS = 64  # above it the scores of segments would take more memory than the materialized keys
 _MUCH = 2**17  # elements of the keys: with fewer, calling a kernel takes as long as what it saves
-_EXACT_ENOUGH = (torch.float32, torch.float64)  # in 16 bits another order of sums is another text
+EXACT = (torch.float32, torch.float64)
+"""The data types whose texts do not change with the order of sums."""
+
+ALL = (*EXACT, torch.bfloat16, torch.float16)
+"""The data types of attention that is computed here."""
 
 
 def attention(
@@ -61,7 +66,7 @@ def attention(
         output = kernels.attention(query, [CacheRows.of_tensor(key)], [CacheRows.of_tensor(value)], mask, scale)
         if output is not None:
             return output.transpose(1, 2)
-    if query.dtype not in _EXACT_ENOUGH:
+    if query.dtype not in EXACT:
         return None
     packed = query.reshape(rows, kv_heads, -1, width)
     output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)

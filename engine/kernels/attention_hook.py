@@ -26,11 +26,12 @@ _ONLY_ORIGINAL = ("dropout", "output_attentions")  # which the original computes
 
 
 class _EngineSteps(threading.local):
-    is_step: bool = False
+    dtypes: tuple[torch.dtype, ...] = ()
 
 
 active = _EngineSteps()
-"""`is_step`: whether this thread is in a step of the engine."""
+"""`dtypes`: those of which this thread computes attention otherwise than transformers; none outside of the engine's
+steps."""
 
 
 def install(user: object) -> None:
@@ -73,7 +74,7 @@ class _Hook:
             if output is None:
                 return self._by_cache(module, query, key, value, mask, **kwargs), None
             return output.transpose(1, 2), None
-        if can_differ and active.is_step:
+        if can_differ and query.dtype in active.dtypes:
             is_causal = kwargs.get("is_causal")
             if is_causal is None:
                 is_causal = getattr(module, "is_causal", True)

@@ -14,6 +14,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, UnknownContentError, UnsupportedLayerError, read_specs
+from caches.attention import dispatch
 from caches.platform.accelerate_hooks import is_dispatched, prompt_device
 from caches.platform.host_allocator import keep_freed_memory
 from caches.platform.torch_api import compiled_graphs, discard_compiled, graph_errors
@@ -72,6 +73,8 @@ class ModelRunner:
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         self._linears = None if self._table is None else RoutedLinears(model, self._table)
+        # Where torch multiplies, 16 bits are summed as in transformers, to the last bit.
+        self._attention_dtypes = dispatch.EXACT if self._table is None else dispatch.ALL
         attention_hook.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()
@@ -304,18 +307,18 @@ class ModelRunner:
         """compute: what computes the step in place of the model."""
         if compute is not None and self._packages is None:
             inputs, routed = self.arguments.of_compiled(inputs, step), False
-        outer = active.routes, attention_hook.active.is_step  # of a step that this one is inside of
+        outer = active.routes, attention_hook.active.dtypes  # of a step that this one is inside of
         layers, routes = dict[Any, Any](), None
         if routed and self._linears is not None:
             layers = self._linears.of_step(None if step.prefill else len(step.ids) * (step.end - step.begin))
             routes = layers or active.routes
         enter, leave = changes(layers, RoutedLinear)
         try:
-            active.routes, attention_hook.active.is_step = routes, True
+            active.routes, attention_hook.active.dtypes = routes, self._attention_dtypes
             enter()
             return (self.model if compute is None else compute)(**inputs, return_dict=True)
         finally:  # Ctrl-C may come behind a call: there is one, the last
-            active.routes, attention_hook.active.is_step = outer
+            active.routes, attention_hook.active.dtypes = outer
             leave()
 
     def _in_one_graph(self, **inputs: object) -> ModelOutput:

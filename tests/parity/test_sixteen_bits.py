@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import engine
+from caches.attention import dispatch
 from caches.protocol import capabilities
 from engine.kernels import linear_routes
 
@@ -59,7 +60,8 @@ def assert_same_bits(out, expected):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "offloaded_static", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
-def test_a_trained_model_with_products_of_torch(cache, dtype):
+def test_a_trained_model_with_products_of_torch(cache, dtype, monkeypatch):
+    monkeypatch.setattr(dispatch, "_MUCH", 0)  # attention is torch's too
     model, prompts = trained(dtype)
     generator = engine.Generator(model, config=engine.EngineConfig(linears="default"))
     for number, ids in enumerate(prompts):
@@ -70,8 +72,9 @@ def test_a_trained_model_with_products_of_torch(cache, dtype):
 @needs_kernels
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_trained_model(cache, dtype, kernel_products):
+def test_a_trained_model(cache, dtype, kernel_products, monkeypatch):
     """As near to float32, and another text only from a near tie on."""
+    monkeypatch.setattr(dispatch, "_MUCH", 0)  # elements of keys, from which on a kernel attends to them
     model, prompts = trained(dtype)
     exact = copy.deepcopy(model).float()
     ours, theirs = [], []
@@ -120,9 +123,10 @@ def lossless_backends(name):
 @pytest.mark.parametrize(
     ("dtype", "rows"), [(torch.bfloat16, 2), pytest.param(torch.float16, 1, marks=pytest.mark.slow)], ids=str
 )
-def test_products_of_the_kernels(name, dtype, rows, monkeypatch, kernel_products):
+def test_products_and_attention_of_the_kernels(name, dtype, rows, monkeypatch, kernel_products):
     """In every architecture, with biases, in a prompt and in steps, until the texts part."""
     monkeypatch.setattr(linear_routes, "is_large", lambda shape: True)
+    monkeypatch.setattr(dispatch, "_MUCH", 0)
     skip_unless_it_can_be_compared(name)
     model, inputs = copy.deepcopy(tiny_model(name)), prompt(rows=rows, tokens=23, pads=4 * (rows > 1))
     torch.manual_seed(0)

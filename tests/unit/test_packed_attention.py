@@ -44,7 +44,7 @@ def installed():
 
 @pytest.fixture
 def in_a_step(installed, monkeypatch):
-    monkeypatch.setattr(attention_hook.active, "is_step", True)
+    monkeypatch.setattr(attention_hook.active, "dtypes", dispatch.ALL)
 
 
 def attention(mask=None, tokens=1, heads=HEADS, of_module=None, **options):
