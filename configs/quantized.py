@@ -130,12 +130,13 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         if self.fused and not self.has_kernels:
             raise ConfigError(
                 f"fused=True, but there is no kernel for backend={self.backend!r} with {self._bits_in_words} and "
-                f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, in float32"
+                f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, and no other compute_dtype than "
+                "float32"
             )
 
     @property
     def has_kernels(self) -> bool:
-        """Whether there are kernels for attention over codes of this kind, in float32 on a CPU."""
+        """Whether there are kernels for attention over codes of this kind on a CPU. They decode in float32."""
         few = {self.bits_of("keys"), self.bits_of("values")}
         return CODECS[self.backend].has_kernels and 3 not in few and self.compute_dtype in (None, "float32")
 

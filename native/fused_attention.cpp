@@ -4,9 +4,9 @@
 //
 // A segment is codes [rows, heads, slots, bytes]. Byte i of a slot has the channels i, i + bytes, ..., low bits first.
 // scale, offset: [rows, heads, slots, groups] for groups of neighbouring channels (block = 0), or
-// [rows, heads, blocks, width] for groups of `block` slots; the last block may be cut off. Or a segment is float32
-// [rows, heads, slots, width]; then bits = 32. Scales, offsets, queries and results are float32. The innermost
-// dimension of all tensors is contiguous, and the width is a multiple of 8.
+// [rows, heads, blocks, width] for groups of `block` slots; the last block may be cut off. Or a segment is in full,
+// [rows, heads, slots, width]; then bits is 16 or 32. Scales, offsets and what is in full are float32 or of 16 bits,
+// queries and results float32. The innermost dimension of all tensors is contiguous, and the width is a multiple of 8.
 
 #include <torch/csrc/stable/library.h>  // the stable interface compiles in seconds
 #include <torch/csrc/stable/ops.h>
@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "attention/softmax.h"
+#include "elements.h"
+#include "handles.h"
 #include "vectors.h"
 
 namespace {
@@ -30,7 +32,11 @@ struct Segment {
   int64_t bits, block;
 };
 
-inline const float* floats_of(const Tensor& of) { return static_cast<const float*>(of.const_data_ptr()); }
+inline const uint8_t* bytes_of(const Tensor& of) { return static_cast<const uint8_t*>(of.const_data_ptr()); }
+inline const float* floats_of(const Tensor& of) {
+  STD_TORCH_CHECK(Borrowed(of).is_float(), "queries, weights and masks have to be float32");
+  return static_cast<const float*>(of.const_data_ptr());
+}
 inline float* floats_in(Tensor& of) { return static_cast<float*>(of.mutable_data_ptr()); }
 
 constexpr int64_t shorts = 16, most_width = 512;
@@ -52,10 +58,11 @@ inline void totals(Ints a, Ints b, Ints c, Ints d, int32_t* to) {
 #endif
 }
 
-// The slots of a segment, or of one head of it. Strides of codes are in bytes. groups: 0 for scales per channel.
+// The slots of a segment, or of one head of it. Strides are in bytes. groups: 0 for scales per channel. type: of scales
+// and offsets, or of slots in full.
 struct Slots {
-  const uint8_t* codes;
-  const float *scales = nullptr, *offsets = nullptr;  // nullptr: none
+  const uint8_t *codes, *scales = nullptr, *offsets = nullptr;  // nullptr: none
+  Type type;
   int64_t codes_row, codes_head, codes_stride, scale_row = 0, scale_head = 0, scale_stride = 0;
   int64_t bytes, width, groups = 0, block, bits;
 
@@ -63,19 +70,25 @@ struct Slots {
     const Tensor& stored = segment.codes;
     const Optional &scale = segment.scale, &offset = segment.offset;
     const int64_t item = stored.element_size();
-    codes = static_cast<const uint8_t*>(stored.const_data_ptr()), bytes = stored.size(3);
+    codes = bytes_of(stored), bytes = stored.size(3) * item, type = type_of(scale ? *scale : stored);
+    STD_TORCH_CHECK(type != Type::none, other_types);
     bits = segment.bits, block = segment.block;
     codes_row = stored.stride(0) * item, codes_head = stored.stride(1) * item, codes_stride = stored.stride(2) * item;
     const auto contiguous = [](const Tensor& of) { return of.size(3) == 1 || of.stride(3) == 1; };
     STD_TORCH_CHECK(contiguous(stored) && (!scale || contiguous(*scale)), "a slot's elements have to be contiguous");
     if (!scale) return;
-    scales = floats_of(*scale), groups = block ? 0 : scale->size(3);
-    scale_row = scale->stride(0), scale_head = scale->stride(1), scale_stride = scale->stride(2);
+    const int64_t of_scale = scale->element_size();
+    scales = bytes_of(*scale), groups = block ? 0 : scale->size(3);
+    scale_row = scale->stride(0) * of_scale, scale_head = scale->stride(1) * of_scale;
+    scale_stride = scale->stride(2) * of_scale;
     if (!offset) return;
+    STD_TORCH_CHECK(type_of(*offset) == type, "scale and offset need the same data type");
     for (int64_t axis = 0; axis < 4; axis++)
       STD_TORCH_CHECK(offset->stride(axis) == scale->stride(axis), "scale and offset need the same strides");
-    offsets = floats_of(*offset);
+    offsets = bytes_of(*offset);
   }
+
+  bool are_in_full() const { return bits >= 16; }
 
   Slots of(int64_t row, int64_t head) const {
     Slots found = *this;
@@ -175,10 +188,23 @@ void unpack_values(const uint8_t* codes, int64_t stride, int64_t count, int64_t 
 
 #define OF_BITS(unpack, bits) (bits == 1 ? unpack<1> : bits == 2 ? unpack<2> : bits == 4 ? unpack<4> : unpack<8>)
 
-void scale(const Slots& of, int64_t begin, int64_t end, float* floats) {
+// Elements as floats: where they are, or widened in `memory`.
+inline const float* as_floats(Type type, const uint8_t* from, int64_t count, float* memory) {
+  if (type == Type::float32) return reinterpret_cast<const float*>(from);
+  with_element(type, [&](auto element) { widen(reinterpret_cast<const decltype(element)*>(from), count, memory); });
+  return memory;
+}
+
+void scale(const Slots& of, int64_t begin, int64_t end, Memory& memory) {
+  float* floats = reinterpret_cast<float*>(memory.stored);
+  const int64_t each = of.block ? of.block : 1, scales = of.block ? of.width : of.groups;  // slots and scales
+  const float *scale = nullptr, *offset = nullptr;
   for (int64_t i = begin; i < end; i++, floats += of.width) {
-    const int64_t at = (of.block ? i / of.block : i) * of.scale_stride;
-    const float *scale = of.scales + at, *offset = of.offsets ? of.offsets + at : nullptr;
+    if (i == begin || i % each == 0) {
+      const int64_t at = i / each * of.scale_stride;
+      scale = as_floats(of.type, of.scales + at, scales, memory.scales);
+      if (of.offsets) offset = as_floats(of.type, of.offsets + at, scales, memory.offsets);
+    }
     if (of.block)
       for (int64_t c = 0; c < of.width; c++) floats[c] = floats[c] * scale[c] + (offset ? offset[c] : 0);
     else
@@ -189,10 +215,15 @@ void scale(const Slots& of, int64_t begin, int64_t end, float* floats) {
 }
 
 // Scales or offsets as [groups, few], with 0 behind the last slot.
-void gather(const float* from, const Slots& slots, int64_t begin, int64_t end, float* found) {
-  for (int64_t g = 0; g < slots.groups; g++, found += few)
-    for (int64_t i = 0; i < few; i++)
-      found[i] = from && begin + i < end ? from[(begin + i) * slots.scale_stride + g] : 0;
+void gather(const uint8_t* from, const Slots& slots, int64_t begin, int64_t end, float* found) {
+  std::fill(found, found + slots.groups * few, 0.0f);
+  if (!from) return;
+  with_element(slots.type, [&](auto element) {
+    for (int64_t i = 0; begin + i < end; i++) {
+      const auto* of_slot = reinterpret_cast<const decltype(element)*>(from + (begin + i) * slots.scale_stride);
+      for (int64_t g = 0; g < slots.groups; g++) found[g * few + i] = as_float(of_slot[g]);
+    }
+  });
 }
 
 enum class Of { keys, values };
@@ -204,7 +235,13 @@ Unpacked read(Of kind, const Slots& slots, int64_t begin, int64_t end, Memory& m
   for (int64_t i = end; i < end + count; i++)
     for (int64_t line = 0; line < slots.bytes; line += 64) __builtin_prefetch(slots.codes + i * stride + line);
   Unpacked found{slots, count, false, reinterpret_cast<const float*>(codes), stride / 4, nullptr, nullptr, nullptr};
-  if (bits == 32) return found;
+  float* floats = reinterpret_cast<float*>(memory.stored);
+  if (slots.are_in_full()) {
+    if (slots.type == Type::float32) return found;
+    for (int64_t i = 0; i < count; i++) as_floats(slots.type, codes + i * stride, slots.width, floats + i * slots.width);
+    found.floats = floats, found.stride = slots.width;
+    return found;
+  }
   found.as_integers = slots.groups && slots.width / slots.groups % shorts == 0;
   if (found.as_integers) {
     int16_t* integers = reinterpret_cast<int16_t*>(memory.stored);
@@ -214,9 +251,8 @@ Unpacked read(Of kind, const Slots& slots, int64_t begin, int64_t end, Memory& m
     gather(slots.offsets, slots, begin, end, memory.offsets);
     found.integers = integers, found.scales = memory.scales, found.offsets = memory.offsets;
   } else {
-    float* floats = reinterpret_cast<float*>(memory.stored);
     OF_BITS(unpack, bits)(codes, stride, count, slots.bytes, floats);
-    scale(slots, begin, end, floats);
+    scale(slots, begin, end, memory);
     found.floats = floats, found.stride = slots.width;
   }
   return found;

@@ -11,10 +11,10 @@
 | one tensor, many keys | several, causal or masked | the kernel of `kernels.prompt_attention` |
 | anything else | | torch, on one tensor |
 
-Kernels are those of float32, bfloat16 and float16 on a CPU (codes: of float32), and where they cannot compute
-something, torch does. The first line, and those of one tensor, are for steps of the engine, in place of transformers'
-function: `engine.kernels.attention_hook` asks here. In compiled layers `kernels.open_layers` takes the place of the
-table where all layers of a step are open.
+Kernels are those of float32, bfloat16 and float16 on a CPU, and where they cannot compute something, torch does. The
+first line, and those of one tensor, are for steps of the engine, in place of transformers' function:
+`engine.kernels.attention_hook` asks here. In compiled layers `kernels.open_layers` takes the place of the table where
+all layers of a step are open.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from caches.attention import fused, kernels
 from caches.attention.segments import CacheRows, group_rows, ungroup_rows
+from caches.platform.native import DTYPES
 
 FEW_TOKENS = 64  # above it the scores of segments would take more memory than the materialized keys
 _MUCH = 2**17  # elements of the keys: with fewer, calling a kernel takes as long as what it saves
 EXACT = (torch.float32, torch.float64)
 """The data types whose texts do not change with the order of sums."""
 
-ALL = (*EXACT, torch.bfloat16, torch.float16)
+ALL = (*DTYPES, torch.float64)
 """The data types of attention that is computed here."""
 
 
@@ -88,15 +89,17 @@ def segmented_attention(
         output = kernels.attention(query, [key], [value], mask, scale)
         if output is not None:
             return output
-    queries = (query * (width**-0.5 if scale is None else scale)).reshape(rows, key.shape[1], -1, width)
+    scale = width**-0.5 if scale is None else scale
     added = None if mask is None else kernels.to_add(mask, query.dtype)
     by_head = None
     if added is not None:
         by_head = added.expand(rows, heads, tokens, key.shape[2]).unflatten(1, (key.shape[1], -1))
     if key.in_codes and value.in_codes:
+        queries = (query.float() * scale).reshape(rows, key.shape[1], -1, width)
         output = fused.attention(queries, key.segments(), value.segments(), by_head, value.shape[3])
         if output is not None:
-            return output.reshape(rows, heads, tokens, -1)
+            return output.reshape(rows, heads, tokens, -1).to(query.dtype)
+    queries = (query * scale).reshape(rows, key.shape[1], -1, width)
     scores = key.scores(group_rows(queries, rows_per_prefix))
     if by_head is not None:
         by_row = scores.unflatten(2, (rows_per_prefix, -1, tokens)).permute(0, 2, 1, 3, 4, 5)

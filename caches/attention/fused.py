@@ -1,4 +1,5 @@
-"""Attention over packed codes, in C++ kernels (float32 on a CPU)."""
+"""Attention over packed codes, in C++ kernels on a CPU: keys and values of float32, bfloat16 or float16, whose products
+are summed in float32."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from caches.attention.rotation import RotatedSegment, rotated_to_read
 from caches.attention.segments import DenseSegment, Segment
 from caches.errors import StepError
-from caches.platform.native import Operators
+from caches.platform.native import DTYPES, Operators
 
 FEW = 16  # queries: for more of them, unpacking the codes once is faster
 _MOST_WIDTH = 512
@@ -22,7 +23,7 @@ def is_supported(dense: torch.Tensor) -> bool:
     those of a CPU."""
     width = dense.shape[-1]
     is_here = dense.device.type in ("cpu", "meta")
-    return dense.dtype == torch.float32 and is_here and width % 8 == 0 and width <= _MOST_WIDTH
+    return dense.dtype in DTYPES and is_here and width % 8 == 0 and width <= _MOST_WIDTH
 
 
 def check_fused(dense: torch.Tensor) -> None:
@@ -30,7 +31,7 @@ def check_fused(dense: torch.Tensor) -> None:
     if not is_supported(dense):
         width = dense.shape[-1]
         raise StepError(
-            f"fused=True needs float32 keys on a CPU and a head size that is a multiple of 8, up to {_MOST_WIDTH}, but "
+            f"fused=True needs keys of float32, bfloat16 or float16 on a CPU and a head size that is a multiple of 8, up to {_MOST_WIDTH}, but "
             f"these are {dense.dtype} on {dense.device.type} with head size {width}: leave fused out"
         )
 
@@ -57,13 +58,15 @@ class QuantizedSegment:
     def scores(self, queries: torch.Tensor) -> torch.Tensor:
         if queries.shape[2] > FEW:
             return self.unpacked().scores(queries)
-        return _without_derivative(KERNELS.or_error().scores(queries, *self._described()), queries)
+        scores = KERNELS.or_error().scores(queries.float(), *self._described())
+        return _without_derivative(scores.to(queries.dtype), queries)
 
     def mixed(self, weights: torch.Tensor) -> torch.Tensor:
         if weights.shape[2] > FEW:
             return self.unpacked().mixed(weights)
         width = self.codes.shape[-1] * 8 // self.bits
-        return _without_derivative(KERNELS.or_error().mixed(weights, *self._described(), width), weights)
+        output = KERNELS.or_error().mixed(weights.float(), *self._described(), width)
+        return _without_derivative(output.to(weights.dtype), weights)
 
     def materialize(self) -> torch.Tensor:
         return self.unpacked().materialize()
@@ -78,13 +81,15 @@ def attention(
     """Attention over segments that are `QuantizedSegment`, rotated or not, or `DenseSegment`; None for others, and for
     many queries.
 
-    queries: [rows, KV heads, queries per KV head, width of a key], already scaled. mask: [rows, KV heads, heads per KV
-    head, tokens, slots], added to the scores. width: of a value. Returns [rows, KV heads, queries per KV head, width].
+    queries: float32 [rows, KV heads, queries per KV head, width of a key], already scaled. mask: [rows, KV heads, heads
+    per KV head, tokens, slots], added to the scores. width: of a value. Returns float32 [rows, KV heads, queries per KV
+    head, width].
     """
     if queries.shape[2] > FEW:
         return None
-    if mask is not None and mask.stride(-1) != 1:
-        mask = mask.contiguous()
+    if mask is not None:
+        mask = mask.float()
+        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
     tensors: list[torch.Tensor] = []
     layout: list[int] = []  # for each segment: bits, block, form of the queries, number of tensors
     is_any_rotated = False
@@ -97,7 +102,7 @@ def attention(
             layout += segment.bits, segment.block, is_rotated, len(encoded)
             tensors += encoded
         elif isinstance(segment, DenseSegment):
-            layout += 32, 0, is_rotated, 1
+            layout += 8 * segment.tensor.element_size(), 0, is_rotated, 1
             tensors.append(segment.tensor)
         else:
             return None

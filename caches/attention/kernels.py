@@ -15,9 +15,8 @@ import torch
 from torch import library
 
 from caches.attention.segments import CacheRows, OpenRows
-from caches.platform.native import Operators
+from caches.platform.native import DTYPES, Operators
 
-_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _IS_FASTER = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # for prompts, measured on these
 _TOGETHER = 16  # queries of a head that a thread takes at least: with fewer for all threads, torch's is faster
 
@@ -167,7 +166,7 @@ def _tensors_of(
 
 
 def _can_be_read(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in _TYPES
+    is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in DTYPES
     return is_plain and tensor.shape[-1] % 8 == 0 and tensor.stride(-1) == 1
 
 

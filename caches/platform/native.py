@@ -19,6 +19,9 @@ import torch
 from caches.platform.machine import processor
 from configs import ConfigError
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The data types of tensors that operators read as numbers."""
+
 _FOLDER = Path(__file__).parent
 _SOURCES = _FOLDER.parents[1] / "native"  # in a checkout
 _REMEDY = (

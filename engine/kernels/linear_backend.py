@@ -24,10 +24,10 @@ from weakref import ref
 import torch
 from torch import nn
 
+from caches.platform.native import DTYPES
 from caches.platform.torch_api import has_onednn, parameters_of
 from engine.kernels.linear_routes import (
     ALL_TORCH,
-    DTYPES,
     ROW_LIMITS,
     ROW_NAMES,
     TORCH,

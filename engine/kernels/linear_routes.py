@@ -31,7 +31,6 @@ Names: TypeAlias = tuple[str, ...]
 """The name of a route, or "torch", for each bucket of rows."""
 
 TORCH = "torch"
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of weights whose products have routes
 ROW_LIMITS = (1, 4, 8, 16, 32, 64)  # the most rows of each bucket; the last bucket has no limit
 ROW_NAMES = ("1 row", "2-4", "5-8", "9-16", "17-32", "33-64", "more")
 ALL_TORCH: Names = (TORCH,) * len(ROW_NAMES)
@@ -89,7 +88,7 @@ def names_for(
     shapes: Iterable[Shape], measured: dict[Shape, Names] | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[Shape, Names]:
     """For each shape and bucket of rows the name of a route, or "torch": what was measured (default: `stored`), or else
-    what the kind of processor tells. Small matrices use torch's own. dtype: of the weights, one of `DTYPES`."""
+    what the kind of processor tells. Small matrices use torch's own. dtype: of the weights, one of `native.DTYPES`."""
     if dtype is torch.float32:
         measured, by_kind = stored() if measured is None else measured, _by_kind_of_processor()
     else:

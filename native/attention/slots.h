@@ -27,25 +27,6 @@ struct HeadSlots {
   }
 };
 
-enum class Type { none, float32, bfloat16, float16 };
-
-inline Type type_of(Borrowed tensor) {
-  const int32_t type = tensor.type();
-  if (type == aoti_torch_dtype_float32()) return Type::float32;
-  if (type == aoti_torch_dtype_bfloat16()) return Type::bfloat16;
-  return type == aoti_torch_dtype_float16() ? Type::float16 : Type::none;
-}
-
-// function(an element of this type)
-template <class Function>
-void with_element(Type type, const Function& function) {
-  if (type == Type::float32) function(float{});
-  if (type == Type::bfloat16) function(BFloat16{});
-  if (type == Type::float16) function(Float16{});
-}
-
-constexpr char other_types[] = "tensors of other data types than float32, bfloat16 or float16, or of several";
-
 // Keys or values [rows, heads, slots, width] of a segment.
 struct Slots {
   Type type;

@@ -1,6 +1,7 @@
 """The kernels that multiply with codes as they are give what unpacking first gives."""
 
 import copy
+import dataclasses
 import weakref
 from functools import partial
 
@@ -14,6 +15,7 @@ import engine
 from caches.attention import fused as kernel_of_codes
 from caches.attention.kv_view import KeyValueView
 from caches.attention.segments import CacheRows, DenseSegment
+from caches.platform.native import DTYPES
 from caches.quantization.codec import CHOICES, Affine, new_codec
 from configs import ConfigError, QuantizedCacheConfig
 
@@ -48,45 +50,54 @@ def test_products_are_those_of_the_numbers(width, group, backend, bits, per_chan
 CLOSE = {"atol": 1e-3, "rtol": 1e-4}
 
 
-def decoded(parts, count, width, codec):
-    out, scratch = torch.empty(3, 2, count, width), torch.empty(3 * 2 * count * width, dtype=torch.uint8)
+def decoded(parts, count, width, codec, dtype=torch.float32):
+    out, scratch = torch.empty(3, 2, count, width, dtype=dtype), torch.empty(3 * 2 * count * width, dtype=torch.uint8)
     return codec.decode(parts, lambda: (out, scratch), codec.has_kernel(out))
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize(("backend", "bits"), CODECS)
 @pytest.mark.parametrize(
     ("width", "group", "tokens", "repeats"),
     [(64, 8, 1, 3), (64, 64, 1, 3), (128, 8, 5, 1), (128, 32, 2, 1), (40, 8, 2, 8), (64, 8, 2, 9)],
 )
-def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend, bits, mask):
+def test_attention_is_that_of_the_numbers(width, group, tokens, repeats, backend, bits, mask, dtype):
     """Over codes in several pieces and what is kept in full; more queries than the kernel is for go another way."""
     torch.manual_seed(0)
-    columns, query = (128, 64, 192, 7), torch.randn(3, 2 * repeats, tokens, width)
-    views = []
+    columns, query = (128, 64, 192, 7), torch.randn(3, 2 * repeats, tokens, width).to(dtype)
+    views, numbers = [], []
     for name in ("keys", "values"):
-        options = QuantizedCacheConfig(backend=backend, nbits=bits, q_group_size=group, fused=True)
-        codec = new_codec(options, name)
-        coded = [
-            decoded(
-                {name: part.contiguous() for name, part in codec.encode(numbers).items()}, *numbers.shape[2:], codec
-            )
-            for numbers in (torch.randn(3, 2, count, width) * 2 + 0.5 for count in columns[:-1])
-        ]
-        pieces = [*coded, DenseSegment(torch.randn(3, 2, 10, width)[:, :, : columns[-1]])]
+        codec = new_codec(QuantizedCacheConfig(backend=backend, nbits=bits, q_group_size=group, fused=True), name)
+        unpacked = dataclasses.replace(codec, fused=False)
+        pieces, exact = [], []
+        for count in columns[:-1]:
+            parts = codec.encode((torch.randn(3, 2, count, width) * 2 + 0.5).to(dtype))
+            parts = {name: part.contiguous() for name, part in parts.items()}
+            pieces.append(decoded(parts, count, width, codec, dtype))
+            in_full = {name: part.float() if part.is_floating_point() else part for name, part in parts.items()}
+            exact.append(decoded(in_full, count, width, unpacked).materialize())
+        pieces.append(DenseSegment(torch.randn(3, 2, 10, width).to(dtype)[:, :, : columns[-1]]))
         rows = CacheRows((3, 2, sum(columns), width), (), partial(list, pieces), in_codes=codec.has_kernel(query))
         views.append(KeyValueView([rows], query))
+        numbers.append(torch.cat([*exact, pieces[-1].tensor.float()], dim=2))
     attn_mask = None
     if mask is not None:
         attn_mask = torch.rand(3, 1, tokens, sum(columns)) > 0.3
         attn_mask[0, :, :, :50] = False  # pads, more than the kernel takes at a time
         attn_mask[2, :, -1] = mask == "added"  # a query of padding sees nothing
     if mask == "added":
-        attn_mask = torch.where(attn_mask, torch.randn(attn_mask.shape), torch.finfo(torch.float32).min)
-    attend = partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=attn_mask, enable_gqa=True)
-    expected = attend(query, *(view.materialize() for view in views))
-    torch.testing.assert_close(attend(query, *views), expected, atol=2e-3, rtol=1e-4)
+        attn_mask = torch.where(attn_mask, torch.randn(attn_mask.shape), torch.finfo(dtype).min).to(dtype)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    of_float = attn_mask.float() if mask == "added" else attn_mask
+    expected = attend(query.float(), *numbers, attn_mask=of_float)
+    attend = partial(attend, attn_mask=attn_mask)
+    is_rounded_once = dtype == torch.float32 or tokens * repeats <= kernel_of_codes.FEW
+    rounding = torch.finfo(dtype).eps / 2 if is_rounded_once else 8 * torch.finfo(dtype).eps
+    found = attend(query, *views)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), expected, atol=2e-3 if is_rounded_once else 0.2, rtol=1e-4 + rounding)
     query[1, 0, 0, 0] = float("nan")
     spoilt = attend(query, *views).isnan().flatten(2).any(-1)
     assert spoilt.nonzero().tolist() == [[1, 0]], "it is told, and the other heads and rows do not suffer"
@@ -164,10 +175,10 @@ def test_columns_are_not_kept_alive(change):
 
 @needs_kernels
 def test_other_types_are_refused_with_the_first_step():
-    model = copy.deepcopy(tiny_model("llama")).to(torch.bfloat16)
+    model = copy.deepcopy(tiny_model("llama")).double()
     options = {"cache": "quantized", "cache_config": {"fused": True, "residual_length": 4}}
     with pytest.raises(
-        engine.GenerationInterrupted, match=r"fused=True needs float32 keys on a CPU.*bfloat16"
+        engine.GenerationInterrupted, match=r"fused=True needs keys of float32, bfloat16 or float16 on a CPU.*float64"
     ) as stopped:
         engine.generate(model, prompt(), **options)
     assert stopped.value.partial.cache.total_tokens == 0
