@@ -25,6 +25,7 @@ _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
           "num_key_value_heads", "max_position_embeddings")  # fmt: skip
 SHAPES = {
     "small": dict(zip(_SIZES, (32000, 768, 2048, 12, 12, 4, 8192), strict=True)),
+    "1b": dict(zip(_SIZES, (32000, 2048, 5632, 22, 32, 4, 8192), strict=True)),
     "llama-3.1-8b": dict(zip(_SIZES, (128256, 4096, 14336, 32, 32, 8, 131072), strict=True)),
     "tiny": dict(zip(_SIZES, (512, 128, 128, 2, 2, 1, 8192), strict=True)),  # to try a benchmark
 }

@@ -1,11 +1,13 @@
 """Greedy decoding next to transformers' `generate`, and llama.cpp where it is installed: same model, prompt and length.
 
     python benchmarks/decode.py --out decode-cpu.json
+    python benchmarks/decode.py --dtype bfloat16 --prompts 64,1000 --out decode-bfloat16-cpu.json
     python benchmarks/plot.py decode-cpu.json
 
 Prints the floor first: the bytes of weights and cache that a step has to read, over the bandwidth measured here. Then
-per case the median and spread of several runs, where a step's time goes, the overhead of the loop, and one JSON line.
-Weights of 8 and 4 bits are compared with llama.cpp's Q8_0 and Q4_0; their texts differ from that of the full weights.
+per case the median and spread of several runs, for a step and for the first token, where a step's time goes, in float32
+the overhead of the loop, and one JSON line. Weights of 8 and 4 bits are compared with llama.cpp's Q8_0 and Q4_0; their
+texts differ from that of the full weights, and texts in 16 bits may part at near ties.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ import engine
 from engine.measuring.decoding import bandwidth
 
 NEW = 64
+FILE_TYPES = {"float32": "float32", "bfloat16": "BF16", "float16": "F16"}  # of llama.cpp, by the model's data type
+IN_FEW_BITS = {"Q8_0": "int8", "Q4_0": "int4"}
+REAL = "smollm2"
 _console = Console()
 
 
@@ -86,24 +91,32 @@ def engines_for(model: Any, ids: torch.Tensor, compiled: bool, peers: dict[str, 
     fastest = {"cache": "static", "compile": "auto" if compiled else "off"}
     if compiled:
         found |= {"dynamic, compiled": ours(compile="auto"), "static, compiled": ours(**fastest)}
+    in_full = peers.keys() - IN_FEW_BITS
     if ids.shape[1] <= 64:  # long prompts would measure the same weights once more
-        found |= {f"{weights} weights": ours(weights=weights, **fastest) for weights in ("int8", "int4")}
-        found |= {f"llama.cpp, {kind}": partial(peer.generate, ids) for kind, peer in peers.items()}
+        if model.dtype is torch.float32:
+            found |= {f"{weights} weights": ours(weights=weights, **fastest) for weights in IN_FEW_BITS.values()}
+        in_full = peers.keys()
+    if ids.shape[1] <= 1000:
+        found |= {f"llama.cpp, {name}": partial(peer.generate, ids) for name, peer in peers.items() if name in in_full}
     return found
 
 
-def ms_after_first_token(engines: dict[str, Work], runs: int) -> dict[str, dict[str, float]]:
-    """Per engine the time of one decode step after the first token, after a warm-up. The engines take turns."""
-    samples: dict[str, list[float]] = {name: [] for name in engines}
+def ms_of(engines: dict[str, Work], runs: int) -> tuple[dict[str, dict[str, float]], dict[str, dict[str, float]]]:
+    """Per engine the time of one decode step after the first token, and that until the first token, after a warm-up.
+    The engines take turns."""
+    steps, firsts = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for work in engines.values():
         work(2, FirstToken())
     for _ in range(runs):
         for name, work in engines.items():
-            first = FirstToken()
+            first, begun = FirstToken(), time.perf_counter()
             work(NEW, first)
             assert first.at is not None
-            samples[name].append(1000 * (time.perf_counter() - first.at) / (NEW - 1))
-    return {name: spread(taken) for name, taken in samples.items()}
+            steps[name].append(1000 * (time.perf_counter() - first.at) / (NEW - 1))
+            firsts[name].append(1000 * (first.at - begun))
+    return {name: spread(taken) for name, taken in steps.items()}, {
+        name: spread(taken) for name, taken in firsts.items()
+    }
 
 
 def where_time_goes(model: Any, ids: torch.Tensor) -> dict[str, float]:
@@ -196,8 +209,9 @@ def measure(
     model: Any, prompt_tokens: int, speed: float, peers: dict[str, Any], runs: int, compiled: bool
 ) -> dict[str, Any]:
     ids = prompt_of(prompt_tokens, model.config.vocab_size)
-    weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-    cache_bytes = full_bytes_per_token(model.config, 4) * (prompt_tokens + NEW // 2)
+    is_tied = model.config.tie_word_embeddings  # then a step reads all embeddings, as its last matrix
+    weights = sum(p.nbytes for name, p in model.named_parameters() if is_tied or "embed_tokens" not in name)
+    cache_bytes = full_bytes_per_token(model.config, model.dtype.itemsize) * (prompt_tokens + NEW // 2)
     floor_ms = 1000 * (weights + cache_bytes) / speed
     _console.print(
         f"\nprompt {prompt_tokens}, {NEW} new: a step reads {weights / 1e6:.0f} MB of weights and "
@@ -205,20 +219,29 @@ def measure(
     )
     engines = engines_for(model, ids, compiled, peers)
     expected = engines["transformers dynamic"](NEW, FirstToken())
-    lossless = {name: work for name, work in engines.items() if not name.endswith(("weights", "Q8_0", "Q4_0"))}
+    lossless = {name: work for name, work in engines.items() if not name.endswith(("weights", *IN_FEW_BITS))}
     same_text = {name: work(NEW, FirstToken()) == expected for name, work in lossless.items()}
-    found = ms_after_first_token(engines, runs)
-    table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor", "same text")
-    base = found["transformers dynamic"]["median"]
-    for name, taken in found.items():
+    steps, firsts = ms_of(engines, runs)
+    table = Table("engine", "ms per token", "least", "most", "x transformers dynamic", "of the floor", "same text",
+                  "first token, ms")  # fmt: skip
+    base = steps["transformers dynamic"]["median"]
+    for name, taken in steps.items():
         ratio, share = base / taken["median"], floor_ms / taken["median"]
         table.add_row(name, *(f"{value:.1f}" for value in taken.values()), f"{ratio:.2f}", f"{share:.0%}",
-                      str(same_text.get(name, "")))  # fmt: skip
+                      str(same_text.get(name, "")), f"{firsts[name]['median']:.0f}")  # fmt: skip
     _console.print(table)
     profile = where_time_goes(model, ids)
     _console.print("a step of dynamic: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in profile.items()))
-    return {"prompt_tokens": prompt_tokens, "new_tokens": NEW, "floor_ms": floor_ms, "engines_ms": found,
-            "same_text": same_text, "step_ms": profile}  # fmt: skip
+    return {"prompt_tokens": prompt_tokens, "new_tokens": NEW, "floor_ms": floor_ms, "engines_ms": steps,
+            "first_token_ms": firsts, "same_text": same_text, "step_ms": profile}  # fmt: skip
+
+
+def loaded(name: str, dtype: str) -> Any:
+    if name != REAL:
+        return llama(dtype=getattr(torch, dtype), **SHAPES[name])
+    model = engine.Generator(REAL, config=engine.EngineConfig(weights="full", dtype=dtype)).model
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
 
 
 def main(
@@ -226,25 +249,30 @@ def main(
     runs: Annotated[int, typer.Option(help="runs per engine")] = 5,
     threads: Annotated[int, typer.Option(help="threads of torch and llama.cpp")] = 2,
     compiled: Annotated[bool, typer.Option(help="also the compiled decode step")] = True,
-    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "small",
+    model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}, or {REAL}, which is real")] = "small",
+    dtype: Annotated[str, typer.Option(help=f"one of {', '.join(FILE_TYPES)}")] = "float32",
+    prompts: Annotated[str, typer.Option(help="their lengths")] = "64,4096",
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    llm, speed, peers = llama(**SHAPES[model]), bandwidth(seconds=3), {}
+    llm, speed, peers = loaded(model, dtype), bandwidth(seconds=3), {}
+    found: dict[str, Any] = {"model": SHAPES.get(model, model), "dtype": dtype, "bandwidth_gb_per_s": speed / 1e9}
     with tempfile.TemporaryDirectory() as folder:
         if importlib.util.find_spec("llama_cpp") and importlib.util.find_spec("gguf"):
             from llama_cpp_peer import LlamaCpp, quantize, write_gguf
 
             full = Path(folder) / "full.gguf"
             write_gguf(llm, full)
-            files = {"float32": full} | {kind: quantize(full, kind) for kind in ("Q8_0", "Q4_0")}
-            peers = {kind: LlamaCpp(file, threads) for kind, file in files.items()}
-        cases = [measure(llm, prompt, speed, peers, runs, compiled) for prompt in (64, 4096)]
-        overhead = overhead_ms(runs)
-    _console.print("outside model(...), 4 layers, 256 wide: " + ", ".join(
-        f"{name} {taken['median']:.3f} ms per token" for name, taken in overhead.items()))  # fmt: skip
-    report("decode", out, model=SHAPES[model], dtype="float32", bandwidth_gb_per_s=speed / 1e9, cases=cases,
-           loop_overhead_ms=overhead)  # fmt: skip
+            kinds = ["float32", *IN_FEW_BITS] if dtype == "float32" else [FILE_TYPES[dtype]]
+            files = {kind: full if kind == "float32" else quantize(full, kind) for kind in kinds}
+            cache_type = "F32" if dtype == "float32" else "F16"
+            peers = {kind: LlamaCpp(file, threads, cache_type) for kind, file in files.items()}
+        found["cases"] = [measure(llm, int(tokens), speed, peers, runs, compiled) for tokens in prompts.split(",")]
+    if dtype == "float32":
+        overhead = found["loop_overhead_ms"] = overhead_ms(runs)
+        _console.print("outside model(...), 4 layers, 256 wide: " + ", ".join(
+            f"{name} {taken['median']:.3f} ms per token" for name, taken in overhead.items()))  # fmt: skip
+    report("decode", out, **found)
 
 
 if __name__ == "__main__":

@@ -56,17 +56,18 @@ def cache_bits(kind: str) -> float:
 class LlamaCpp:
     """Greedy decoding and reading with llama.cpp. A new context per call, as `generate` makes a new cache."""
 
-    def __init__(self, path: Path, threads: int):
+    def __init__(self, path: Path, threads: int, cache_type: str = "F32"):
+        """cache_type: of keys and values in `generate`."""
         import llama_cpp
 
-        self._library, self._threads = llama_cpp, threads
+        self._library, self._threads, self._cache_type = llama_cpp, threads, cache_type
         llama_cpp.llama_log_set(_silence(), ctypes.c_void_p(0))
         self._model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
 
     def generate(self, ids: torch.Tensor, new: int, first: Any) -> list[int]:
         """The `new` tokens after `ids` [1, tokens]. `first.note()` is called when the first is there."""
         library, tokens = self._library, ids[0].tolist()
-        context = self._context(len(tokens) + new, len(tokens), "F32")
+        context = self._context(len(tokens) + new, len(tokens), self._cache_type)
         vocabulary = self._vocabulary()
         made: list[int] = []
         while len(made) < new:
