@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn import functional
 
-from engine.kernels.linear_routes import DTYPES, routes
+from caches.platform.native import DTYPES
+from engine.kernels.linear_routes import routes
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 _BYTES = 2**27  # of all matrices of one data type

@@ -136,15 +136,20 @@ def _leveled(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes])
 
     The range of a group is that of its largest inputs, and the error of the others is as large. Weights that lie on a
     grid, as those that were decoded before, are found again with scales of 1 only.
+
+    encode: from some outputs of the weights, float32 [outs, width], to their codes.
     """
-    scales = torch.linalg.vector_norm(weight, dim=0, dtype=torch.float32) / math.sqrt(weight.shape[0])
+    pieces = weight.split(max(1, _AT_ONCE // weight.shape[1] // _OUTS) * _OUTS)
+    squares = torch.stack([piece.float().square_().sum(dim=0) for piece in pieces]).sum(dim=0)
+    scales = (squares / weight.shape[0]).sqrt_()
     scales = torch.where(scales > 1e-12, scales, 1.0)
     if not weight.is_meta:  # there only sizes are asked for
         some = weight[:: max(1, weight.shape[0] // _SAMPLED)].float()
         if _error(some, encode) < _error(some / scales, encode) / 4:
             scales = torch.ones_like(scales)
     filled = functional.pad(scales, (0, -weight.shape[1] % GROUP), value=1.0)
-    return encode(weight / scales)._replace(input_scales=filled)
+    codes = [encode(piece / scales) for piece in pieces]
+    return BlockCodes(*map(torch.cat, list(zip(*codes, strict=True))[:3]), filled)
 
 
 def _error(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes]) -> float:
@@ -165,23 +170,21 @@ def _fitted(weight: torch.Tensor, bits: int) -> BlockCodes:
     """See `fitted`."""
     groups = _groups(weight)
     operators = kernels() if weight.device.type == "cpu" else None
-    if operators is not None or weight.is_meta:
-        filled = functional.pad(groups.flatten(1), (0, 0, 0, -weight.shape[0] % _OUTS)).contiguous()
-        blocks = filled.shape[0] // _OUTS, groups.shape[1]
-        codes = torch.empty(*blocks, 64 * bits, dtype=torch.uint8, device=weight.device)
-        scales = torch.empty(*blocks, 2, _OUTS, dtype=torch.float16, device=weight.device)
-        factors = torch.empty(*blocks, 0, _OUTS, dtype=torch.int8, device=weight.device)
-        if operators is not None:
-            operators.encode_weights(filled, codes, scales, factors)
-        return BlockCodes(codes, scales, factors, torch.empty(0, device=weight.device))
-    pieces = [_fit(piece, 2**bits - 1) for piece in groups.split(max(1, _AT_ONCE // weight.shape[1]))]
-    codes, scales = (torch.cat(tensors) for tensors in zip(*pieces, strict=True))
-    return pack(codes, scales, bits)
+    if operators is None and not weight.is_meta:
+        return pack(*_fit(groups, 2**bits - 1), bits)
+    filled = functional.pad(groups.flatten(1), (0, 0, 0, -weight.shape[0] % _OUTS)).contiguous()
+    blocks = filled.shape[0] // _OUTS, groups.shape[1]
+    codes = torch.empty(*blocks, 64 * bits, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(*blocks, 2, _OUTS, dtype=torch.float16, device=weight.device)
+    factors = torch.empty(*blocks, 0, _OUTS, dtype=torch.int8, device=weight.device)
+    if operators is not None:
+        operators.encode_weights(filled, codes, scales, factors)
+    return BlockCodes(codes, scales, factors, torch.empty(0, device=weight.device))
 
 
 def _groups(weight: torch.Tensor) -> torch.Tensor:
     """Float32 [outs, groups, 32]."""
-    return functional.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+    return functional.pad(weight, (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
 
 
 def _fit(groups: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -183,8 +183,8 @@ struct Fit {
         Lanes error = {}, sum = {}, products = {}, squares = {};
         const Lanes inverse = inverse_of(by);
         for (int64_t i = 0; i < block_inputs; i++) {
-          const Lanes code = code_of(weights[i], from, inverse), missed = code * by + from - weights[i];
-          error += missed * missed, sum += code, products += code * weights[i], squares += code * code;
+          const Lanes weight = weights[i], code = code_of(weight, from, inverse), missed = code * by + from - weight;
+          error += missed * missed, sum += code, products += code * weight, squares += code * code;
         }
         const auto better = error < smallest;
         smallest = better ? error : smallest, scale = better ? by : scale, least = better ? from : least;
@@ -203,7 +203,7 @@ struct Fit {
  private:
   static Lanes inverse_of(Lanes scale) { return scale > 0 ? 1 / scale : Lanes{}; }
 
-  static Lanes code_of(Lanes weight, Lanes least, Lanes inverse) {
+  ALWAYS_INLINE static Lanes code_of(Lanes weight, Lanes least, Lanes inverse) {
     const Lanes exact = (weight - least) * inverse + 0.5f, bounded = exact > most ? Lanes{} + most : exact;
     return __builtin_convertvector(__builtin_convertvector(bounded > 0 ? bounded : Lanes{}, Integers), Lanes);
   }

@@ -13,8 +13,7 @@ from caches.attention import dispatch, kernels
 from caches.attention.kernels import attention, close_layers, open_layers
 from caches.attention.kv_view import KeyValueView, plain, rows_of
 from caches.attention.segments import CacheRows, OpenRows
-
-TYPES = (torch.float32, torch.bfloat16, torch.float16)
+from caches.platform.native import DTYPES
 
 
 def no_copy():
@@ -36,7 +35,7 @@ def one_token_attention(query, keys, values, *options):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added", "unseen prefix"])
 @pytest.mark.parametrize("threads", [1, 3, 64])  # with many threads a prefix is read in several parts
 @pytest.mark.parametrize(("prompts", "siblings", "heads", "repeats", "widths", "common", "own", "tokens"), [
@@ -74,7 +73,7 @@ def test_it_is_attention(prompts, siblings, heads, repeats, widths, common, own,
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize("threads", [1, 3, 64])
 def test_rows_of_several_caches(threads, mask, dtype):
@@ -113,7 +112,7 @@ def test_rows_of_several_caches(threads, mask, dtype):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize("threads", [1, 5])  # with many threads the slots of a row are read in several parts
 @pytest.mark.parametrize(("rows", "heads", "repeats", "width"), [
@@ -154,7 +153,7 @@ def test_the_text_after_much_is_that_of_torchs_attention(name, cache, taken, mon
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", [None, "seen", "added"])
 @pytest.mark.parametrize(("heads", "repeats", "width"), [(4, 3, 64), (2, 1, 24)])
 @pytest.mark.parametrize(("parts", "prompts"), [

@@ -9,6 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import engine
 from caches.attention import dispatch, kernels
 from caches.attention.kernels import prompt_attention
+from caches.platform.native import DTYPES
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +59,7 @@ def expected_of(query, key, value, **options):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(("rows", "heads", "repeats", "tokens", "slots", "widths"), [

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM
 
 import engine
+from caches.platform.native import DTYPES
 from engine.compiling import package_builder
 from engine.compiling.layer_step import LayerStep, Place
 from engine.kernels import linear_backend, linear_kernels, linear_routes
@@ -49,7 +50,7 @@ def routed(model, name):
     """As in a step of ours whose products all have the route of this name; collects which are taken."""
     taken = []
     weights = [one.weight for one in model.modules() if isinstance(one, nn.Linear)]
-    matrices = {(weight.dtype, tuple(weight.shape)) for weight in weights if weight.dtype in linear_routes.DTYPES}
+    matrices = {(weight.dtype, tuple(weight.shape)) for weight in weights if weight.dtype in DTYPES}
     with in_step(model, Table(dict.fromkeys(matrices, (name,) * 7), noted(taken))):
         yield taken
 
@@ -343,7 +344,7 @@ def test_each_data_type_has_routes_of_its_own(monkeypatch):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", linear_routes.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_biases_that_the_kernel_does_not_read(dtype):
     """torch computes with one that is strided, or has one element for all outputs."""
     layer, input = nn.Linear(8, 6, dtype=dtype), torch.randn(2, 8, dtype=dtype)
@@ -377,7 +378,7 @@ def test_the_kernel(rows, outs, width):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", linear_routes.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 9, 16, 17, 31, 33, 40, 70, 600])
 def test_products_are_those_of_double_precision_rounded_once(rows, dtype):
     for outs, width in ((101, 264), (33, 13), (256, 576), (8, 40), (1, 1)):
