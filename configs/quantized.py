@@ -130,8 +130,8 @@ class QuantizedCacheConfig(PlacedCacheConfig):
         if self.fused and not self.has_kernels:
             raise ConfigError(
                 f"fused=True, but there is no kernel for backend={self.backend!r} with {self._bits_in_words} and "
-                f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, and no other compute_dtype than "
-                "float32"
+                f"compute_dtype={self.compute_dtype}: use 1, 2, 4 or 8 bits of quanto, hqq or kivi, and leave "
+                "compute_dtype out or at float32"
             )
 
     @property

@@ -31,8 +31,9 @@ def check_fused(dense: torch.Tensor) -> None:
     if not is_supported(dense):
         width = dense.shape[-1]
         raise StepError(
-            f"fused=True needs keys of float32, bfloat16 or float16 on a CPU and a head size that is a multiple of 8, up to {_MOST_WIDTH}, but "
-            f"these are {dense.dtype} on {dense.device.type} with head size {width}: leave fused out"
+            "fused=True needs keys of float32, bfloat16 or float16 on a CPU and a head size that is a multiple of 8, "
+            f"up to {_MOST_WIDTH}, but these are {dense.dtype} on {dense.device.type} with head size {width}: leave "
+            "fused out"
         )
 
 

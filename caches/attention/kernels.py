@@ -1,5 +1,6 @@
 """The C++ kernels of attention over keys and values of float32 and 16 bits on a CPU: of rows that share a prefix, of
-rows of several caches, of long texts, of prompts. In compiled layers a kernel also writes the new keys and values into the cache.
+rows of several caches, of long texts, of prompts. In compiled layers a kernel also writes the new keys and values into
+the cache.
 
 A shared prefix is read once for all its rows, no tensor of scores is made, and the keys and values of a row are
 prefetched. What a mask hides from a prompt is left out.

@@ -7,7 +7,6 @@ of the types Q8_0, Q5_0, Q5_1, Q4_0, Q4_1, Q6_K, Q5_K and Q4_K of GGUF files.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -140,7 +139,7 @@ def _leveled(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes])
     encode: from some outputs of the weights, float32 [outs, width], to their codes.
     """
     pieces = weight.split(max(1, _AT_ONCE // weight.shape[1] // _OUTS) * _OUTS)
-    squares = torch.stack([piece.float().square_().sum(dim=0) for piece in pieces]).sum(dim=0)
+    squares = torch.stack([piece.float().square().sum(dim=0) for piece in pieces]).sum(dim=0)
     scales = (squares / weight.shape[0]).sqrt_()
     scales = torch.where(scales > 1e-12, scales, 1.0)
     if not weight.is_meta:  # there only sizes are asked for
@@ -148,8 +147,8 @@ def _leveled(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes])
         if _error(some, encode) < _error(some / scales, encode) / 4:
             scales = torch.ones_like(scales)
     filled = functional.pad(scales, (0, -weight.shape[1] % GROUP), value=1.0)
-    codes = [encode(piece / scales) for piece in pieces]
-    return BlockCodes(*map(torch.cat, list(zip(*codes, strict=True))[:3]), filled)
+    codes, of_codes, factors, _ = map(torch.cat, zip(*(encode(piece / scales) for piece in pieces), strict=True))
+    return BlockCodes(codes, of_codes, factors, filled)
 
 
 def _error(weight: torch.Tensor, encode: Callable[[torch.Tensor], BlockCodes]) -> float:
