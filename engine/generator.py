@@ -17,7 +17,7 @@ from engine.decoding.chunking import FindPauses
 from engine.decoding.driver import Driver
 from engine.errors import EngineError, OptionError
 from engine.kernels.low_bit_linears import ENCODERS
-from engine.kernels.weight_conversion import convert_linears, weights_in_words
+from engine.kernels.weight_conversion import convert_linears, round_inputs, weights_in_words
 from engine.loading.load import load
 from engine.memory.cache_choice import check_new
 from engine.memory.free_memory import find_free
@@ -60,6 +60,8 @@ class Generator:
         self.model, tokenizer = load(model, read("tokenizer", tokenizer), config)
         if config.weights in ENCODERS:
             convert_linears(self.model, config.weights)
+        if config.activations != "full":
+            round_inputs(self.model)
         self._runner = ModelRunner(self.model, config.compile, config.linears)
         self._store: PrefixStore | None = None
         if config.prefix_store_bytes is not None:

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "handles.h"
@@ -186,16 +187,17 @@ struct CodedInput {
   std::unique_ptr<InputTiles> tiles;
   std::unique_ptr<BlockInput> blocks;
 
-  CodedInput(const Rows& rows, bool by_units) {
+  CodedInput(const Rows& rows, bool by_units, int parts) {
 #ifdef HAS_MATRIX_UNITS
     if (by_units) tiles = std::make_unique<InputTiles>(rows);
 #endif
-    if (!tiles) blocks = std::make_unique<BlockInput>(rows);
+    if (!tiles) blocks = std::make_unique<BlockInput>(rows, parts);
   }
 };
 
 Tensor block_linears_of(Borrowed input, const std::vector<Borrowed>& codes, const std::vector<Borrowed>& scales,
-                        const std::vector<Borrowed>& factors, const std::vector<Borrowed>& input_scales) {
+                        const std::vector<Borrowed>& factors, const std::vector<Borrowed>& input_scales,
+                        int parts) {
   STD_TORCH_CHECK(input.is_float(), "inputs of products with codes are float32");
   const size_t count = codes.size();
   const auto are_of_some = [&](const std::vector<Borrowed>& tensors) {
@@ -226,9 +228,9 @@ Tensor block_linears_of(Borrowed input, const std::vector<Borrowed>& codes, cons
     for (size_t i = 0; i < count; i++) {
       const CodedInput* of = unscaled;
       if (scales_of_inputs[i]) {
-        of = &inputs.emplace_back(ScaledRows(rows, scales_of_inputs[i]).rows(), by_units);
+        of = &inputs.emplace_back(ScaledRows(rows, scales_of_inputs[i]).rows(), by_units, parts);
       } else if (!of) {
-        of = unscaled = &inputs.emplace_back(rows, by_units);
+        of = unscaled = &inputs.emplace_back(rows, by_units, parts);
       }
       products.push_back({weights[i], of->blocks.get(), of->tiles.get(), out, outs_of(codes) * block_outs});
       out += weights[i].blocks * block_outs;
@@ -275,9 +277,10 @@ Tensor linears(Tensor input, std::vector<Tensor> weights, std::vector<Tensor> bi
   return linears_of(input, borrowed(weights), borrowed(biases));
 }
 
+template <int parts>
 Tensor block_linears(Tensor input, std::vector<Tensor> codes, std::vector<Tensor> scales, std::vector<Tensor> factors,
                      std::vector<Tensor> input_scales) {
-  return block_linears_of(input, borrowed(codes), borrowed(scales), borrowed(factors), borrowed(input_scales));
+  return block_linears_of(input, borrowed(codes), borrowed(scales), borrowed(factors), borrowed(input_scales), parts);
 }
 
 bool matrix_units() { return has_matrix_units(); }
@@ -294,9 +297,12 @@ bool integer_products() { return BlockInput::has_integers; }
 // `block_linears`: the input is float32. codes, scales, factors: see `BlockCodes`, with no factors
 // [outs / 16, width / 32, 0, 16]. input_scales: float32 [width, filled up to groups of 32], or of no elements; inputs are
 // multiplied with them. Lists of factors and of scales of inputs are empty where no weights have any.
+// `rounded_block_linears`: as integers, inputs are rounded to 8 bits, with a scale for each 32 of a row.
 STABLE_TORCH_LIBRARY(kvengine, library) {
   library.def("linears(Tensor input, Tensor[] weights, Tensor[] biases) -> Tensor");
-  library.def("block_linears(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors, Tensor[] input_scales) -> Tensor");
+  for (const char* name : {"block_linears", "rounded_block_linears"})
+    library.def((std::string(name) + "(Tensor input, Tensor[] codes, Tensor[] scales, Tensor[] factors, "
+                                     "Tensor[] input_scales) -> Tensor").c_str());
   // In full, float32 [outs, width], and those of some outputs, int64 [...]: float32 [..., width].
   library.def("block_weights(Tensor codes, Tensor scales, Tensor factors) -> Tensor");
   library.def("block_rows(Tensor codes, Tensor scales, Tensor factors, Tensor outs) -> Tensor");
@@ -312,7 +318,8 @@ STABLE_TORCH_LIBRARY_IMPL(kvengine, CompositeExplicitAutograd, library) {
 
 STABLE_TORCH_LIBRARY_IMPL(kvengine, CPU, library) {
   library.impl("linears", TORCH_BOX(&linears));
-  library.impl("block_linears", TORCH_BOX(&block_linears));
+  library.impl("block_linears", TORCH_BOX(&block_linears<exact_parts>));
+  library.impl("rounded_block_linears", TORCH_BOX(&block_linears<rounded_parts>));
   library.impl("block_weights", TORCH_BOX(&block_weights));
   library.impl("block_rows", TORCH_BOX(&block_rows));
   library.impl("encode_weights", TORCH_BOX(&encode_weights));
@@ -331,7 +338,18 @@ AOTITorchError aoti_torch_cpu_block_linears(AtenTensorHandle input, const AtenTe
                                             const AtenTensorHandle* input_scales, int64_t of_input_scales,
                                             AtenTensorHandle* out) {
   return hand_over(block_linears_of(input, borrowed(codes, of_codes), borrowed(scales, of_scales),
-                                    borrowed(factors, of_factors), borrowed(input_scales, of_input_scales)), out);
+                                    borrowed(factors, of_factors), borrowed(input_scales, of_input_scales),
+                                    exact_parts), out);
+}
+
+AOTITorchError aoti_torch_cpu_rounded_block_linears(AtenTensorHandle input, const AtenTensorHandle* codes,
+                                                    int64_t of_codes, const AtenTensorHandle* scales,
+                                                    int64_t of_scales, const AtenTensorHandle* factors,
+                                                    int64_t of_factors, const AtenTensorHandle* input_scales,
+                                                    int64_t of_input_scales, AtenTensorHandle* out) {
+  return hand_over(block_linears_of(input, borrowed(codes, of_codes), borrowed(scales, of_scales),
+                                    borrowed(factors, of_factors), borrowed(input_scales, of_input_scales),
+                                    rounded_parts), out);
 }
 
 }  // extern "C"

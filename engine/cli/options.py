@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from configs import FALLBACKS, CacheConfig, presets
-from configs.engine import COMPILE_CHOICES, LINEARS_CHOICES, WEIGHTS_CHOICES
+from configs.engine import ACTIVATIONS_CHOICES, COMPILE_CHOICES, LINEARS_CHOICES, WEIGHTS_CHOICES
 from engine import parameters
 from engine.parameters import PARAMETERS, Flag
 from engine.readers import Reader, WrongValue
@@ -130,6 +130,9 @@ MODEL = {
         autocompletion=lambda: list(COMPILE_CHOICES)),
     "weights": option(str, "NAME", f"Weights of linear layers on a CPU: {', '.join(WEIGHTS_CHOICES)}; default: file.",
         autocompletion=lambda: list(WEIGHTS_CHOICES)),
+    "activations": option(str, "NAME",
+        f"Inputs of products with weights in few bits: {', '.join(ACTIVATIONS_CHOICES)}; default: full.",
+        autocompletion=lambda: list(ACTIVATIONS_CHOICES)),
     "linears": option(str, "NAME",
         f"Matrix product of linear layers on a CPU: {', '.join(LINEARS_CHOICES)}; default: auto.",
         autocompletion=lambda: list(LINEARS_CHOICES)),
@@ -208,7 +211,7 @@ BENCH = {
     "max_new_tokens": option(int, "N", "Steps of a run.", "--max-new-tokens", "-n", default=64, min=2),
     "cache": CACHE["cache"],
     "cache_option": CACHE["cache_option"],
-    **{name: MODEL[name] for name in ("dtype", "device_map", "weights", "linears", "compile")},
+    **{name: MODEL[name] for name in ("dtype", "device_map", "weights", "activations", "linears", "compile")},
     "threads": LINEARS["threads"],
     "quality": option(Path, "FILE", "Read this text too, at most 1,024 tokens, and compare the probabilities with "
         "those of weights and cache in full."),

@@ -48,13 +48,14 @@ def c_functions() -> dict[Any, list[str]]:
     """The operators that compiled code calls, with their C declarations: see native/products.cpp."""
     tensor, tensors, out = "AtenTensorHandle", "const AtenTensorHandle*, int64_t", "AtenTensorHandle*"
     lists = ", ".join([tensors] * 4)
-    return {
+    of_codes = {
+        operator: [f"AOTITorchError aoti_torch_cpu_{name}({tensor}, {lists}, {out})"]
+        for name, operator in _products_with_codes().items()
+    }
+    return of_codes | {
         torch.ops.kvengine.linears.default: [
             f"AOTITorchError aoti_torch_cpu_linears({tensor}, {tensors}, {tensors}, {out})"
-        ],
-        torch.ops.kvengine.block_linears.default: [
-            f"AOTITorchError aoti_torch_cpu_block_linears({tensor}, {lists}, {out})"
-        ],
+        ]
     }
 
 
@@ -70,14 +71,18 @@ def has_integer_products() -> bool:
 
 def _make_traceable() -> None:
     library.register_fake(torch.ops.kvengine.linears.default, _empty_product)
-    library.register_fake(torch.ops.kvengine.block_linears.default, _empty_block_product)
+    for operator in _products_with_codes().values():
+        library.register_fake(operator, _empty_block_product)
     library.register_fake(torch.ops.kvengine.block_weights.default, _empty_weights)
     library.register_fake(torch.ops.kvengine.block_rows.default, _empty_rows)
 
 
 def _products() -> list[Any]:
-    operators = torch.ops.kvengine
-    return [operators.linears.default, operators.block_linears.default]
+    return [torch.ops.kvengine.linears.default, *_products_with_codes().values()]
+
+
+def _products_with_codes() -> dict[str, Any]:
+    return {name: getattr(torch.ops.kvengine, name).default for name in ("block_linears", "rounded_block_linears")}
 
 
 def _empty_product(input: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor]) -> torch.Tensor:

@@ -30,7 +30,7 @@ ENCODERS: dict[str, Callable[[torch.Tensor], BlockCodes]] = {"int8": eight_bits,
 class LowBitLinear(KeepsDataTypes):
     """in_features, out_features, bias: as of `nn.Linear`. weight: [outs, width] without values (NaN) and memory: models
     and PEFT read its data type, size and device. codes, scales, factors, input_scales: of `BlockCodes`; they are made
-    anew, by `encode`, of weights that are loaded into the layer."""
+    anew, by `encode`, of weights that are loaded into the layer. rounds_inputs: see `EngineConfig.activations`."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -52,6 +52,7 @@ class LowBitLinear(KeepsDataTypes):
         self.weight = torch.full((), torch.nan, dtype=weight.dtype, device=weight.device).expand(weight.shape)
         for name, tensor in zip(_TENSORS, blocks, strict=True):
             self.register_buffer(name, tensor)
+        self.rounds_inputs = False
         self._most_rows = _most_rows()  # a number: asking is nothing that can be compiled
         self.register_load_state_dict_pre_hook(_load_codes)
 
@@ -73,7 +74,8 @@ class LowBitLinear(KeepsDataTypes):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // self.in_features  # `Size.numel` would make a constant of it in compiled code
         if rows <= self._most_rows and (operators := kernels()) is not None:
-            out = operators.block_linears(input.float().contiguous(), *([tensor] for tensor in self.blocks))
+            product = operators.rounded_block_linears if self.rounds_inputs else operators.block_linears
+            out = product(input.float().contiguous(), *([tensor] for tensor in self.blocks))
         else:
             full = _product_in_full(input.reshape(-1, self.in_features).float(), self.blocks)
             out = full.reshape(*input.shape[:-1], full.shape[-1])

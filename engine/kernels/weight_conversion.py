@@ -19,7 +19,7 @@ from caches.platform.transformers_api import plan_name
 from caches.platform.warn_once import warn_once
 from engine.errors import OptionError
 from engine.kernels.block_codes import eight_bits
-from engine.kernels.linear_kernels import warn_without_kernels
+from engine.kernels.linear_kernels import has_integer_products, kernels, warn_without_kernels
 from engine.kernels.low_bit_linears import ENCODERS, LowBitEmbedding, LowBitLinear, scaled
 
 _MUCH = 0.25  # share of the bytes in full from which on there is a warning
@@ -66,6 +66,24 @@ def convert_linears(model: PreTrainedModel, weights: str) -> None:
     give_back_freed_memory()  # of the weights in full: gaps as large as the model would stay
 
 
+def round_inputs(model: PreTrainedModel) -> None:
+    """Let all products with codes round their inputs to 8 bits. Raises `OptionError` where there are none, or no kernel
+    for it."""
+    layers = [module for module in model.modules() if isinstance(module, LowBitLinear)]
+    if not layers:
+        raise OptionError(
+            f"activations='int8' is for products with codes, and {type(model).__name__} has none: ask for "
+            "weights='int8' or 'int4' too, or give a GGUF file"
+        )
+    if kernels() is None or not has_integer_products():
+        raise OptionError(
+            "activations='int8' needs the kernels of the package and a processor with AVX-512 VNNI, which multiplies "
+            "bytes: leave it out"
+        )
+    for layer in layers:
+        layer.rounds_inputs = True
+
+
 def linears_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """The linear layers whose weights may become codes, by name: no adapters, and none that a model reads by itself."""
     read = read_layers()
@@ -108,12 +126,14 @@ def keep_data_type(model: PreTrainedModel) -> None:
 def weights_in_words(model: PreTrainedModel) -> str:
     """What its weights are: their data type, or the bits of their codes, with the data type of the rest."""
     dtype = str(model.dtype).removeprefix("torch.")
-    bits = sorted({module.blocks.bits for module in model.modules() if isinstance(module, LowBitLinear)})
+    layers = [module for module in model.modules() if isinstance(module, LowBitLinear)]
+    bits = sorted({layer.blocks.bits for layer in layers})
     if not bits:
         return dtype
     *smaller_bits, largest_bits = map(str, bits)
     listed = f"{', '.join(smaller_bits)} and {largest_bits}" if smaller_bits else largest_bits
-    return f"codes of {listed} bits (the rest {dtype})"
+    inputs = ", times inputs of 8 bits" if any(layer.rounds_inputs for layer in layers) else ""
+    return f"codes of {listed} bits{inputs} (the rest {dtype})"
 
 
 def only_scales(table: Any) -> bool:

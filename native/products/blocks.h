@@ -12,21 +12,24 @@ namespace {
 // What makes weights of the codes of an output in a group.
 enum class Form { scale, scale_and_least, scale_of_each_half };
 
+// With integers, each group of 32 inputs is a scale times integers of so many bytes: of three, with the error of a
+// float32, or of one.
+constexpr int exact_parts = 3, rounded_parts = 1;
+
 // An input for products with codes, of which the last group is filled up with zeros.
 class BlockInput {
  public:
   static constexpr int64_t most_rows = 256;
 #ifdef __AVX512VNNI__
   static constexpr bool has_integers = true;
-  // Each group of 32 inputs is a scale times integers of 24 bits, in three bytes: their error is that of a float32.
-  static constexpr int parts = 3;
 #else
   static constexpr bool has_integers = false;
 #endif
   const int64_t rows, groups;
+  const int parts;
 
-  explicit BlockInput(const Rows& input)
-      : rows(input.count), groups((input.width + block_inputs - 1) / block_inputs),
+  BlockInput(const Rows& input, int parts)
+      : rows(input.count), groups((input.width + block_inputs - 1) / block_inputs), parts(parts),
         sums(new float[rows * groups * spans]) {
 #ifdef __AVX512VNNI__
     bytes.reset(new int8_t[rows * groups * parts * block_inputs]);
@@ -75,7 +78,7 @@ class BlockInput {
     const __m512 low = _mm512_loadu_ps(from), high = _mm512_loadu_ps(from + 16);
     const float sum = _mm512_reduce_add_ps(_mm512_add_ps(low, high));
     const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    constexpr float largest = 127 << 16;
+    const float largest = 127 << 8 * (parts - 1);
     const float inverse = most > 1e-30f ? largest / most : 0;
     sums[at * spans] = sum;  // the middle of codes is taken from the integers, and needs no sums of halves
     scales[at] = std::isfinite(sum) && std::isfinite(most) ? (inverse ? most / largest : 0) : NAN;
@@ -159,15 +162,22 @@ struct ProductOfBits : BlockProduct {
 
   template <Form form>
   void rows_of(int64_t block) const {
-    constexpr int most = at_once;
-    for (int64_t row = 0; row < input->rows; row += most) some_rows<most, form>(row, block);
+    if constexpr (BlockInput::has_integers)
+      if (input->parts == rounded_parts) return rows_of<form, rounded_parts>(block);
+    rows_of<form, exact_parts>(block);
   }
 
-  template <int some, Form form>
+  template <Form form, int parts>
+  void rows_of(int64_t block) const {
+    constexpr int most = at_once<parts>;
+    for (int64_t row = 0; row < input->rows; row += most) some_rows<most, form, parts>(row, block);
+  }
+
+  template <int some, Form form, int parts>
   void some_rows(int64_t row, int64_t block) const {
     if constexpr (some > 1)
-      if (input->rows - row < some) return some_rows<some - 1, form>(row, block);
-    for (int64_t vector = 0; vector < vectors_of_block; vector++) tile<some, form>(row, block, vector);
+      if (input->rows - row < some) return some_rows<some - 1, form, parts>(row, block);
+    for (int64_t vector = 0; vector < vectors_of_block; vector++) tile<some, form, parts>(row, block, vector);
   }
 
   template <int some>
@@ -177,9 +187,10 @@ struct ProductOfBits : BlockProduct {
   }
 
 #ifdef __AVX512VNNI__
-  static constexpr int at_once = 6, parts = BlockInput::parts;  // whose sums stay in registers
+  template <int parts>
+  static constexpr int at_once = parts == rounded_parts ? 10 : 6;  // whose sums stay in registers
 
-  template <int some, Form form>
+  template <int some, Form form, int parts>
   void tile(int64_t row, int64_t block, int64_t vector) const {
     constexpr int halves = form == Form::scale_of_each_half ? 2 : 1;
     constexpr bool has_least = form == Form::scale_and_least;
@@ -211,9 +222,11 @@ struct ProductOfBits : BlockProduct {
         const __m512 scale = (__m512)weights.scale(block, group, half);
         const Lanes offset = has_least ? offset_of((Lanes)scale, block, group, 0) : Lanes{};
         for (int other = 0; other < some; other++) {
-          const __m512i rest = _mm512_add_epi32(_mm512_slli_epi32(found[other][1], 8), found[other][2]);
-          const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(found[other][0]), _mm512_set1_ps(65536),
-                                             _mm512_cvtepi32_ps(rest));
+          __m512 sum = _mm512_cvtepi32_ps(found[other][0]);
+          if constexpr (parts == exact_parts) {
+            const __m512i rest = _mm512_add_epi32(_mm512_slli_epi32(found[other][1], 8), found[other][2]);
+            sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(65536), _mm512_cvtepi32_ps(rest));
+          }
           const __m512 by = _mm512_mul_ps(scale, _mm512_set1_ps(input->scale(row + other, group)));
           sums[other] = (Lanes)_mm512_fmadd_ps(sum, by, (__m512)sums[other]);
           if (has_least) add_product(sums[other], offset, input->sum(row + other, group) + Lanes{});
@@ -223,9 +236,10 @@ struct ProductOfBits : BlockProduct {
     write<some>(sums, row, block, vector);
   }
 #else
+  template <int parts>
   static constexpr int at_once = lanes == 16 ? 6 : 3;
 
-  template <int some, Form form>
+  template <int some, Form form, int parts>
   void tile(int64_t row, int64_t block, int64_t vector) const {
     constexpr int halves = form == Form::scale_of_each_half ? 2 : 1;
     constexpr bool has_least = form == Form::scale_and_least;

@@ -20,7 +20,7 @@ from caches.platform.native import DTYPES
 from engine.compiling import package_builder
 from engine.compiling.layer_step import LayerStep, Place
 from engine.kernels import linear_backend, linear_kernels, linear_routes
-from engine.kernels.block_codes import eight_bits, fitted
+from engine.kernels.block_codes import eight_bits, fitted, pack
 from engine.kernels.linear_backend import RoutedLinear, RoutedLinears, Table, active, changes, table_for
 from engine.kernels.linear_kernels import join_products, kernels
 from engine.kernels.linear_routes import ALL_TORCH
@@ -422,6 +422,36 @@ def test_products_of_several_data_types_are_refused():
     blocks = [[tensor] for tensor in eight_bits(torch.randn(16, 32))]
     with pytest.raises(RuntimeError, match="inputs of products with codes are float32"):
         kernels().block_linears(torch.randn(2, 32).bfloat16(), *blocks)
+
+
+@needs_kernels
+@pytest.mark.parametrize("width", [32, 264, 13])
+@pytest.mark.parametrize("rows", [1, 2, 9, 10, 11, 15])
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("has_least", [True, False])
+def test_rounded_inputs(rows, width, bits, has_least):
+    if not linear_kernels.has_integer_products():
+        pytest.skip("this processor has no AVX-512 VNNI")
+    torch.manual_seed(0)
+    groups = -(-width // 32)
+    codes = torch.randint(0, 2**bits, (48, groups, 32), dtype=torch.uint8)
+    blocks = pack(codes, torch.randn(48, groups, 1 + has_least).half(), bits)
+    input = torch.randn(rows, width) * 10.0 ** torch.randint(-3, 3, (rows, 1))
+    input[0, :5] = 0
+    parts = nn.functional.pad(input, (0, 32 * groups - width)).unflatten(1, (-1, 32)).double()
+    scales = parts.abs().amax(dim=2, keepdim=True) / 127
+    rounded = (parts / scales.clamp_min(1e-30)).round() * scales
+    weights = blocks.weights().double().unflatten(1, (-1, 32))
+    # The middle code of a group, which stands for its least value too, has the inputs as they are.
+    middle = blocks.scales.permute(0, 3, 1, 2).flatten(0, 1).double()
+    middle = middle[..., :1] * 2 ** (bits - 1) + middle[..., 1:] if has_least else torch.zeros(48, groups, 1).double()
+    expected = torch.einsum("rgi,ogi->ro", rounded, weights - middle) + torch.einsum(
+        "rgi,og->ro", parts, middle[..., 0]
+    )
+    out = kernels().rounded_block_linears(input, *([tensor] for tensor in blocks))
+    torch.testing.assert_close(out.double() / scales.amax(), expected / scales.amax(), atol=2e-2, rtol=1e-4)
+    exact = kernels().block_linears(input, *([tensor] for tensor in blocks))
+    assert 1e-4 < (out - exact).norm() / exact.norm() < 2e-2
 
 
 @needs_kernels

@@ -15,6 +15,7 @@ import peft
 import pytest
 import torch
 from architectures import prompt
+from helpers import needs_kernels
 from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, LlamaConfig, OlmoConfig
@@ -24,7 +25,7 @@ import engine
 from caches.platform.warn_once import warn_once
 from engine.kernels import block_codes, linear_routes, low_bit_linears, weight_conversion
 from engine.kernels.block_codes import pack
-from engine.kernels.linear_kernels import has_matrix_units, kernels
+from engine.kernels.linear_kernels import has_integer_products, has_matrix_units, kernels
 from engine.kernels.low_bit_linears import ENCODERS, LowBitEmbedding, LowBitLinear
 from engine.kernels.weight_conversion import convert_linears
 
@@ -560,6 +561,36 @@ def test_what_cannot_be_converted_is_refused(monkeypatch):
     monkeypatch.setattr(weight_conversion, "is_dispatched", lambda _: True)
     with pytest.raises(engine.OptionError, match="are for CPUs, and LlamaForCausalLM is elsewhere"):
         convert_linears(model_with(None), "int8")
+
+
+@needs_kernels
+@pytest.mark.parametrize("compile", ["off", "auto"])
+@pytest.mark.parametrize("weights", ENCODERS)
+def test_inputs_of_eight_bits(weights, compile, tmp_path, monkeypatch):
+    if not has_integer_products():
+        pytest.skip("this processor has no AVX-512 VNNI")
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
+    config = engine.EngineConfig(weights=weights, activations="int8", compile=compile)
+    generator = engine.Generator(model_with(None), config=config)
+    exact = engine.Generator(model_with(None), config=engine.EngineConfig(weights=weights))
+    assert "bits, times inputs of 8 bits" in repr(generator)
+    assert "times" not in repr(exact)
+    inputs, asked = prompt(2, tokens=20, pads=0), {"output_logits": True, "max_new_tokens": 6}
+    if compile == "auto":
+        generator.warmup(inputs, **asked)
+    found, expected = (one.generate(inputs, **asked) for one in (generator, exact))
+    assert 1e-4 < relative(found.logits[0], expected.logits[0]) < 0.1
+    assert found.stats.compiled.startswith("2 layers" if compile == "auto" else "off")
+
+
+def test_where_inputs_cannot_be_rounded_it_is_refused(monkeypatch):
+    with pytest.raises(engine.ConfigError, match="activations='int8' is for products with codes, and weights='full'"):
+        engine.EngineConfig(weights="full", activations="int8")
+    with pytest.raises(engine.OptionError, match=r"activations='int8' .* LlamaForCausalLM has none: ask for weights="):
+        engine.Generator(model_with(None), config=engine.EngineConfig(activations="int8"))
+    monkeypatch.setattr(weight_conversion, "kernels", lambda: None)
+    with pytest.raises(engine.OptionError, match=r"activations='int8' needs the kernels .* AVX-512 VNNI"):
+        engine.Generator(model_with("int8"), config=engine.EngineConfig(activations="int8"))
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

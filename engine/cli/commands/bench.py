@@ -84,7 +84,7 @@ def _divergence(
     work.doing("reading the text with the model in full")
     reference = Reference(ids, engine_reader(full.generate))
     lossy = full
-    if config.weights != "full":
+    if (config.weights, config.activations) != ("full", "full"):
         del full, lossy  # before the other one needs memory
         lossy = load_generator(work, model, config)
     work.doing("reading the text again")
