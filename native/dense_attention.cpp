@@ -9,6 +9,7 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <stdexcept>
@@ -159,9 +160,10 @@ Tensor attend(Borrowed queries, std::span<const Slots> keys, std::span<const Slo
     if constexpr (std::is_same_v<decltype(element), float>) {
       read_rows(work, part_of_row, to);
     } else {
-      std::vector<float> wide(work.rows * asked * work.out_width);
-      read_rows(work, part_of_row, wide.data());
-      round_each(wide.data(), wide.size(), to);
+      const int64_t count = work.rows * asked * work.out_width;
+      const std::unique_ptr<float[]> wide(new float[count]);
+      read_rows(work, part_of_row, wide.get());
+      round_each(wide.get(), count, to);
     }
   });
   return out;

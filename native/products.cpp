@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -129,11 +130,10 @@ Tensor linears_in(Borrowed input, const std::vector<Borrowed>& weights, const st
 
 Tensor linears_of(Borrowed input, const std::vector<Borrowed>& weights, const std::vector<Borrowed>& biases) {
   check_weights(input, weights, biases);
-  const int32_t type = input.type();
-  if (type == aoti_torch_dtype_bfloat16()) return linears_in<BFloat16>(input, weights, biases);
-  if (type == aoti_torch_dtype_float16()) return linears_in<Float16>(input, weights, biases);
-  STD_TORCH_CHECK(type == aoti_torch_dtype_float32(), "inputs are float32, bfloat16 or float16");
-  return linears_in<float>(input, weights, biases);
+  STD_TORCH_CHECK(type_of(input) != Type::none, "inputs are float32, bfloat16 or float16");
+  std::optional<Tensor> out;
+  with_element(type_of(input), [&](auto element) { out = linears_in<decltype(element)>(input, weights, biases); });
+  return *out;
 }
 
 // factors: null for none.

@@ -7,7 +7,7 @@
 | codes of a quantized cache | up to 16 queries of a head | the kernel of `fused.attention` |
 | other segments | up to 64 | torch, segment by segment |
 | one tensor, many keys | 1 | the kernel of `kernels.attention` |
-| one tensor of `EXACT` | 1 | torch, the query heads of a key head packed |
+| one tensor in full precision | 1 | torch, the query heads of a key head packed |
 | one tensor, many keys | several, causal or masked | the kernel of `kernels.prompt_attention` |
 | anything else | | torch, on one tensor |
 
@@ -24,15 +24,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from caches.attention import fused, kernels
 from caches.attention.segments import CacheRows, group_rows, ungroup_rows
-from caches.platform.native import DTYPES
 
 FEW_TOKENS = 64  # above it the scores of segments would take more memory than the materialized keys
 _MUCH = 2**17  # elements of the keys: with fewer, calling a kernel takes as long as what it saves
-EXACT = (torch.float32, torch.float64)
+_MUCH_IN_HALF = 2**14  # the same in half precision, where torch's takes longer
+
+FULL_PRECISION = (torch.float32, torch.float64)
 """The data types whose texts do not change with the order of sums."""
 
-ALL = (*DTYPES, torch.float64)
-"""The data types of attention that is computed here."""
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+"""The data types in which another order of sums is another text near ties."""
 
 
 def attention(
@@ -47,7 +48,7 @@ def attention(
 
     torch's kernel for grouped heads reads the keys and values once per query head, and a model that repeats them copies
     them. Packed, the query heads of a group are the tokens of one head, and the kernel reads its keys once. Results
-    differ by rounding: 16 bits are packed for kernels alone, which sum in float32.
+    differ by rounding: in half precision only kernels pack them, which sum in float32.
 
     query: [rows, heads, tokens, width]. key, value: [rows, KV heads, slots, width]. mask: 4D, or None. scale: of the
     scores; None for width**-0.5. is_causal: whether, without a mask, a token sees the tokens up to itself alone.
@@ -59,7 +60,8 @@ def attention(
     is_of_groups = heads >= kv_heads == value.shape[1] and rows == key.shape[0]
     if not is_of_groups or (mask is not None and (mask.shape[1] != 1 or mask.shape[-1] != key.shape[2])):
         return None
-    has_many_keys = key.numel() >= _MUCH
+    is_full = query.dtype in FULL_PRECISION
+    has_many_keys = key.numel() >= (_MUCH if is_full else _MUCH_IN_HALF)
     if tokens > 1:
         sees_all = mask is None and not is_causal  # which torch computes as fast
         return kernels.prompt_attention(query, key, value, mask, scale) if has_many_keys and not sees_all else None
@@ -67,7 +69,7 @@ def attention(
         output = kernels.attention(query, [CacheRows.of_tensor(key)], [CacheRows.of_tensor(value)], mask, scale)
         if output is not None:
             return output.transpose(1, 2)
-    if query.dtype not in EXACT:
+    if not is_full:
         return None
     packed = query.reshape(rows, kv_heads, -1, width)
     output = scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scale)

@@ -16,6 +16,7 @@ import torch
 from torch import library
 
 from caches.attention.segments import CacheRows, OpenRows
+from caches.platform.machine import multiplies
 from caches.platform.native import DTYPES, Operators
 
 _IS_FASTER = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # for prompts, measured on these
@@ -65,9 +66,9 @@ def attention(
         return None
     added = None
     if mask is not None:
-        added = to_add(mask, torch.float32)
+        added = to_add(mask, torch.float32).float()
         by_head = added.expand(rows, heads, tokens, added.shape[-1]).unflatten(1, (keys[0].shape[1], -1))
-        added = by_head.flatten(2, 3).float()
+        added = by_head.flatten(2, 3)
     if not _can_compute(query, *of_keys, *of_values, *(() if added is None else (added,))):
         return None
     scale = width**-0.5 if scale is None else scale
@@ -86,7 +87,8 @@ def prompt_attention(
     up to i. scale: of the scores; None for width**-0.5.
     """
     rows, heads, tokens, width = query.shape
-    if not (_IS_FASTER and _is_prompt(query, key, value, mask) and _can_compute(query, key, value)):
+    is_faster = _IS_FASTER and not multiplies(str(query.dtype).removeprefix("torch."))
+    if not (is_faster and _is_prompt(query, key, value, mask) and _can_compute(query, key, value)):
         return None
     kv_heads = key.shape[1]
     if rows * kv_heads * -(-tokens * heads // kv_heads // _TOGETHER) < torch.get_num_threads():

@@ -43,6 +43,11 @@ def processor() -> str:
     return "\n".join(fields[name] for name in _FIELDS if name in fields) or platform.machine()
 
 
+def multiplies(dtype: str) -> bool:
+    """Whether the processor has instructions that multiply numbers of 16 bits, "bfloat16" or "float16"."""
+    return {"bfloat16": "avx512_bf16", "float16": "avx512_fp16"}.get(dtype) in processor().split()
+
+
 def usable_processors() -> int:
     """How many processors the system lets this process use."""
     if sys.platform == "linux":

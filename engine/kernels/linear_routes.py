@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch.nn import functional
 
-from caches.platform.machine import cache_folder, processor
+from caches.platform.machine import cache_folder, multiplies, processor
 from caches.platform.torch_api import has_onednn, onednn_linear
 from engine.kernels.linear_kernels import kernels
 
@@ -39,7 +39,6 @@ _MEASUREMENT = 14  # version of the method: results of other versions are ignore
 _SMALL = 2**17  # elements: for smaller matrices calling a route takes as long as what it would save
 _ALL_KERNEL: Names = ("kernel",) * len(ROW_NAMES)
 _KERNEL_FOR_FEW: Names = (*_ALL_KERNEL[:-1], TORCH)
-_MULTIPLIES = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}  # processors that multiply 16 bits
 _WITHOUT_KERNEL: Names = (TORCH, "mm", "onednn", "swapped", "swapped", "onednn", TORCH)
 
 
@@ -119,7 +118,7 @@ def _of_sixteen_bits(dtype: torch.dtype) -> Names:
     is_x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     if not is_x86 or sys.platform != "linux" or "kernel" not in routes():  # on Linux alone it has threads
         return ALL_TORCH
-    return _KERNEL_FOR_FEW if _MULTIPLIES[dtype] in processor().split() else _ALL_KERNEL
+    return _KERNEL_FOR_FEW if multiplies(str(dtype).removeprefix("torch.")) else _ALL_KERNEL
 
 
 def path() -> Path:

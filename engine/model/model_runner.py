@@ -73,8 +73,9 @@ class ModelRunner:
         # What is fastest is measured, and may differ between ranks, which have to compute the same.
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         self._linears = None if self._table is None else RoutedLinears(model, self._table)
-        # Where torch multiplies, 16 bits are summed as in transformers, to the last bit.
-        self._attention_dtypes = dispatch.EXACT if self._table is None else dispatch.ALL
+        # In half precision "default" is transformers' text to the last bit.
+        in_half = dispatch.HALF_PRECISION if linears == "auto" and self.ranks.size == 1 else ()
+        self._attention_dtypes = (*dispatch.FULL_PRECISION, *in_half)
         attention_hook.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()

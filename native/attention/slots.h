@@ -34,8 +34,8 @@ struct Slots {
   int64_t rows, heads, count, width, of_row, of_head, stride, first = 0;
 
   Slots(Borrowed of)
-      : type(type_of(of)), data(of.values<void>()), rows(of.size(0)), heads(of.size(1)), count(of.size(2)), width(of.size(3)), of_row(of.stride(0)),
-        of_head(of.stride(1)), stride(of.stride(2)) {
+      : type(type_of(of)), data(of.values<void>()), rows(of.size(0)), heads(of.size(1)), count(of.size(2)),
+        width(of.size(3)), of_row(of.stride(0)), of_head(of.stride(1)), stride(of.stride(2)) {
     STD_TORCH_CHECK(type != Type::none, other_types);
     STD_TORCH_CHECK(width == 1 || of.stride(3) == 1, "the elements of a slot have to be contiguous");
   }

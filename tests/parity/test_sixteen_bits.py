@@ -61,7 +61,7 @@ def assert_same_bits(out, expected):
 @pytest.mark.parametrize("cache", ["dynamic", "static", "offloaded", "offloaded_static", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_a_trained_model_with_products_of_torch(cache, dtype, monkeypatch):
-    monkeypatch.setattr(dispatch, "_MUCH", 0)  # attention is torch's too
+    monkeypatch.setattr(dispatch, "_MUCH_IN_HALF", 0)  # attention is torch's too
     model, prompts = trained(dtype)
     generator = engine.Generator(model, config=engine.EngineConfig(linears="default"))
     for number, ids in enumerate(prompts):
@@ -74,7 +74,7 @@ def test_a_trained_model_with_products_of_torch(cache, dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_trained_model(cache, dtype, kernel_products, monkeypatch):
     """As near to float32, and another text only from a near tie on."""
-    monkeypatch.setattr(dispatch, "_MUCH", 0)  # elements of keys, from which on a kernel attends to them
+    monkeypatch.setattr(dispatch, "_MUCH_IN_HALF", 0)  # elements of keys, from which on a kernel attends to them
     model, prompts = trained(dtype)
     exact = copy.deepcopy(model).float()
     ours, theirs = [], []
@@ -126,7 +126,7 @@ def lossless_backends(name):
 def test_products_and_attention_of_the_kernels(name, dtype, rows, monkeypatch, kernel_products):
     """In every architecture, with biases, in a prompt and in steps, until the texts part."""
     monkeypatch.setattr(linear_routes, "is_large", lambda shape: True)
-    monkeypatch.setattr(dispatch, "_MUCH", 0)
+    monkeypatch.setattr(dispatch, "_MUCH_IN_HALF", 0)
     skip_unless_it_can_be_compared(name)
     model, inputs = copy.deepcopy(tiny_model(name)), prompt(rows=rows, tokens=23, pads=4 * (rows > 1))
     torch.manual_seed(0)

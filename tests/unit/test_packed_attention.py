@@ -44,7 +44,7 @@ def installed():
 
 @pytest.fixture
 def in_a_step(installed, monkeypatch):
-    monkeypatch.setattr(attention_hook.active, "dtypes", dispatch.ALL)
+    monkeypatch.setattr(attention_hook.active, "dtypes", dispatch.FULL_PRECISION)
 
 
 def attention(mask=None, tokens=1, heads=HEADS, of_module=None, **options):
