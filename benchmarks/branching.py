@@ -75,13 +75,14 @@ CURVE, THEIRS_UP_TO = (1, 2, 4, 8, 16, 32, 64), 16
 class Setting:
     model: str
     threads: int
+    dtype: str
 
 
 @lru_cache(maxsize=1)
 def load(setting: Setting) -> Any:
     torch.set_num_threads(setting.threads)
     transformers.logging.set_verbosity_error()
-    return llama(**SHAPES[setting.model])
+    return llama(dtype=getattr(torch, setting.dtype), **SHAPES[setting.model])
 
 
 class Weighs(LogitsProcessor):
@@ -179,7 +180,7 @@ def floor_ms(scenario: Scenario, setting: Setting, speed: float) -> float:
     model = load(setting)
     weights = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
     tokens = scenario.prompt + scenario.rows * scenario.new // 2
-    return 1000 * (weights + full_bytes_per_token(model.config, 4) * tokens) / speed
+    return 1000 * (weights + full_bytes_per_token(model.config, model.dtype.itemsize) * tokens) / speed
 
 
 def peak_of(scenario: Scenario, setting: Setting, name: str) -> int:
@@ -222,9 +223,10 @@ def main(
     runs: Annotated[int, typer.Option(help="runs per engine")] = 3,
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "small",
     threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     chosen = picked(SCENARIOS, scenarios)
-    setting = Setting(model, threads)
+    setting = Setting(model, threads, dtype)
     torch.set_num_threads(threads)
     chosen |= {f"{number} beams, curve": curve_point(number) for number in CURVE if curve}
     speed, cases = bandwidth(seconds=3), {}
@@ -246,7 +248,7 @@ def main(
             _console.print(f"{', '.join(f'{each:.2f}' for each in times)} x {scenario.peer}{said}")
         cases[name] = case
     along = {number: cases.pop(f"{number} beams, curve") for number in CURVE if curve}
-    report("branching", out, model=SHAPES[model], dtype="float32", quick=quick, runs=runs,
+    report("branching", out, model=SHAPES[model], dtype=dtype, quick=quick, runs=runs,
            bandwidth_gb_per_s=speed / 1e9, cases=cases, curve=along)  # fmt: skip
 
 

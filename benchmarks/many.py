@@ -126,10 +126,11 @@ def main(
     slots: str = "4,16,32,64",
     only: Annotated[str, typer.Option(help="names with ; between, or 'all'")] = "all",
     threads: int = 2,
+    dtype: str = "float32",
     out: Path | None = None,
 ) -> None:
     torch.set_num_threads(threads)
-    llm, vocabulary = llama(**SHAPES[model]), SHAPES[model]["vocab_size"]
+    llm, vocabulary = llama(dtype=getattr(torch, dtype), **SHAPES[model]), SHAPES[model]["vocab_size"]
     gen, prompts = engine.Generator(llm), prompts_of(count, vocabulary)
     ours(gen, prompts_of(4, vocabulary, seed=1), 4)  # warm-up
     counted: dict[str, dict[str, float]] = {}
@@ -161,7 +162,17 @@ def main(
     waits = {str(tokens): latency(gen, 8, tokens) for tokens in (16, 200)}
     print(waits)
     tokens = sum(len(ids) for ids, _ in prompts)
-    report("many", out, model=model, prompts=count, prompt_tokens=tokens, new_tokens=asked, cases=cases, latency=waits)
+    report(
+        "many",
+        out,
+        model=model,
+        dtype=dtype,
+        prompts=count,
+        prompt_tokens=tokens,
+        new_tokens=asked,
+        cases=cases,
+        latency=waits,
+    )
 
 
 if __name__ == "__main__":

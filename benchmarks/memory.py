@@ -77,9 +77,10 @@ def rows_for(setting: Setting) -> dict[str, Row]:
     """By name; transformers' own first, its default before all: the others are compared with them."""
     theirs_away = () if setting.device == "cpu" else ("offloaded", "offloaded_static")
     hqq = {"backend": "hqq", "nbits": 4}
-    has_kernels = (setting.device, setting.dtype) == ("cpu", "float32")
     quantized = {"quanto, 4 bits": {"nbits": 4}, "quanto, 2 bits": {"nbits": 2}, "hqq, 4 bits": hqq}
-    attention = {"fused": {"fused": True}, "unpacked": {"fused": False}} if has_kernels else {"unpacked": {}}
+    attention = (
+        {"fused": {"fused": True}, "unpacked": {"fused": False}} if setting.device == "cpu" else {"unpacked": {}}
+    )
     return {
         "transformers dynamic": Row("dynamic", lossless=True, theirs=True),
         "transformers static": Row("static", lossless=True, theirs=True),
@@ -308,9 +309,11 @@ def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     model: Annotated[str | None, typer.Option(help=f"one of {', '.join(SHAPES)}; default by the device")] = None,
     threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default by the device")] = None,
 ) -> None:
     on_cpu = device == "cpu"
-    model, dtype = model or ("small" if on_cpu else "llama-3.1-8b"), "float32" if on_cpu else "bfloat16"
+    model = model or ("small" if on_cpu else "llama-3.1-8b")
+    dtype = dtype or ("float32" if on_cpu else "bfloat16")
     if peak and on_cpu and not FORGET_PEAK.exists():
         raise typer.BadParameter("--peak asks Linux for the memory of a process: leave it out on other systems")
     torch.set_num_threads(threads)

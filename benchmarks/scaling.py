@@ -130,10 +130,11 @@ def main(
     most: Annotated[int, typer.Option(help="leave out larger contexts, rows and beams")] = 2**15,
     model: Annotated[str, typer.Option(help=f"one of {', '.join(SHAPES)}")] = "small",
     threads: Annotated[int, typer.Option(help="threads of torch")] = 2,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16")] = "float32",
 ) -> None:
     torch.set_num_threads(threads)
     transformers.logging.set_verbosity_error()
-    loaded = llama(**SHAPES[model] | {"max_position_embeddings": 2**17})
+    loaded = llama(dtype=getattr(torch, dtype), **SHAPES[model] | {"max_position_embeddings": 2**17})
     curves: dict[str, Any] = {}
     for name, (measure, sizes) in CURVES.items():
         points = {}
@@ -144,7 +145,7 @@ def main(
                 for engine_name, point in points[size].items()))  # fmt: skip
         curves[name] = {"points": points, "exponents": exponents(points)}
         _console.print(f"exponents: {curves[name]['exponents']}")
-    report("scaling", out, model=SHAPES[model], dtype="float32", steps=STEPS, curves=curves)
+    report("scaling", out, model=SHAPES[model], dtype=dtype, steps=STEPS, curves=curves)
 
 
 if __name__ == "__main__":
