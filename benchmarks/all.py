@@ -38,7 +38,15 @@ COMMANDS: dict[str, list[str]] = {
     "startup": ["startup.py"],
     "compiling": ["compiling.py"],
     "weights": ["weights.py"],
-}
+    "decode-bfloat16": ["decode.py", "--dtype", "bfloat16", "--prompts", "64,1000"],
+    "decode-float16": ["decode.py", "--dtype", "float16", "--prompts", "64,1000"],
+    "decode-smollm2-bfloat16": ["decode.py", "--dtype", "bfloat16", "--prompts", "64,1000", "--model", "smollm2"],
+    "branching-bfloat16": ["branching.py", "--dtype", "bfloat16", "--no-curve", "--no-peak",
+                           "--scenarios", "16 beams; 16 samples"],
+    "memory-bfloat16": ["memory.py", "--dtype", "bfloat16", "--contexts", "4096", "--only", _LONG],
+    "many-bfloat16": ["many.py", "--dtype", "bfloat16", "--count", "60", "--slots", "16,32",
+                      "--only", "16 slots; 32 slots; transformers, one padded batch"],
+}  # fmt: skip
 PLOTTED = ("decode", "branching", "scaling", "many")
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from caches.platform.torch_api import KeepsDataTypes
 from engine.errors import InputError, OptionError
 from engine.kernels.block_codes import GROUP, BlockCodes, eight_bits, four_bits
-from engine.kernels.linear_kernels import has_integer_products, kernels
+from engine.kernels.linear_kernels import has_integer_products, has_matrix_units, kernels
 from engine.tables import outside
 
 _IN_FULL = 2**22  # elements of weights at a time
@@ -73,7 +73,7 @@ class LowBitLinear(KeepsDataTypes):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = input.numel() // self.in_features  # `Size.numel` would make a constant of it in compiled code
-        if rows <= self._most_rows and (operators := kernels()) is not None:
+        if (rows <= self._most_rows or self.rounds_inputs) and (operators := kernels()) is not None:
             product = operators.rounded_block_linears if self.rounds_inputs else operators.block_linears
             out = product(input.float().contiguous(), *([tensor] for tensor in self.blocks))
         else:
@@ -105,7 +105,9 @@ def _most_rows() -> int:
     """
     if kernels() is None:
         return 0
-    return sys.maxsize if has_integer_products() else 64
+    if has_matrix_units():
+        return sys.maxsize
+    return 256 if has_integer_products() else 64
 
 
 def _load_codes(

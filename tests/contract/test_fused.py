@@ -56,8 +56,9 @@ def decoded(parts, count, width, codec, dtype=torch.float32):
 
 
 @needs_kernels
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", [None, "seen", "added"])
+@pytest.mark.parametrize(("mask", "dtype"), [
+    (None, torch.float32), ("seen", torch.float32), *(("added", dtype) for dtype in DTYPES),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize(("backend", "bits"), CODECS)
 @pytest.mark.parametrize(
     ("width", "group", "tokens", "repeats"),

@@ -55,6 +55,12 @@ def test_the_factors_in_the_readme_are_measured():
     assert f"[{short} times](docs/benchmarks/memory.md)" in text
     assert f"after 4096 tokens, and {long} times after 16,384." in text
     assert f"{min(branching):.0f} to {max(branching):.0f} times as fast" in text
+    short, long = json.loads((RESULTS / "intel-xeon-avx512" / "decode-bfloat16-cpu.json").read_text())["cases"]
+    best, *peers = "static, compiled", "transformers dynamic", "llama.cpp, BF16"
+    steps = [f"{short['engines_ms'][name]['median']:.1f}" for name in (best, *peers)]
+    assert "takes {} ms per token, with transformers {} and with llama.cpp {};".format(*steps) in text
+    firsts = [f"{long['first_token_ms'][name]['median'] / 1000:.1f}" for name in (best, *peers)]
+    assert "the first token after 1000 {} s, {} s and {} s.".format(*firsts) in text
 
 
 def test_the_negative_results_are_measured():

@@ -83,6 +83,23 @@ def speed(report: Report) -> str:
     )
 
 
+def half_precision(report: Report) -> str:
+    """A step after prompts of these lengths, and the time to their first tokens."""
+    model = report["model"] if isinstance(report["model"], str) else "a Llama of 100 M with random weights"
+    cases = report["cases"]
+    head = ["", *(f"{what}, prompt {case['prompt_tokens']}" for case in cases for what in ("step", "first token"))]
+    rows = [[_BOUND, *(cell for case in cases for cell in (f"{case['floor_ms']:.1f}", ""))]]
+    for name in cases[0]["engines_ms"]:
+        times = [(case["engines_ms"].get(name), case["first_token_ms"].get(name)) for case in cases]
+        rows.append([name, *("" if taken is None else spread(taken, digits=1 - number) for both in times
+                             for number, taken in enumerate(both))])  # fmt: skip
+    return text(
+        f"**{report['dtype']}**, {model}; {machine(report)}, {report['bandwidth_gb_per_s']:.0f} GB/s; ms, median "
+        "(least to most).",
+        table(head, rows, "l" + "r" * (len(head) - 1)),
+    )
+
+
 def scaling(report: Report) -> str:
     parts: list[str | list[str]] = [f"{machine(report)}; ms per step, median of a few runs, and MB of the cache."]
     for name, curve in report["curves"].items():
@@ -362,6 +379,7 @@ TABLES = {
     "branching": ("branching-cpu", branching),
     "scaling": ("scaling-cpu", scaling),
     "speed": ("decode-cpu", speed),
+    "half_precision": ("decode-*float16-cpu", half_precision),
     "memory": ("memory-cpu", memory),
     "memory_long": ("memory-long-cpu", memory),
     "reuse": ("reuse-cpu", reuse),
