@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from caches import EngineCache
+from caches.attention.dispatch import HALF_PRECISION
 from caches.layers.model_version import ModelVersion, model_version
 from caches.platform.accelerate_hooks import prompt_device
 from caches.platform.machine import cache_folder, write_atomically
@@ -25,11 +26,12 @@ from caches.platform.out_of_memory import empty_allocators, in_words, is_out_of_
 from caches.platform.transformers_api import attn_implementation
 from caches.protocol import attention_view
 from engine.model import rope_frequencies, trials
+from engine.model.in_full import in_full
 from engine.model.model_lock import turn_of
 from engine.version import __version__
 
 _HARDLY = "rounding changes logits as much as earlier tokens do"
-_METHOD = 2  # version of the trials: answers of other versions are ignored
+_METHOD = 3  # version of the trials: answers of other versions are ignored
 _CALLS_UNTIL_NEXT_TRIAL = 100  # a number, not a time: all ranks try at once
 Answer: TypeAlias = "bool | str | None"
 """Of a trial: whether something is so, or why it is not; None where that is unknown."""
@@ -218,6 +220,9 @@ class ModelFacts:
         if failure is not None and self._ranks.most(is_out_of_memory(failure)):
             empty_allocators()
             answer, failure = self._tried(trial)
+        if failure is None and answer is not True and self._model.dtype in HALF_PRECISION:
+            again, not_tried = self._tried(trial, in_full())
+            answer = again if not_tried is None else answer
         if isinstance(failure, trials.BrokenModel):
             return "", False
         not_so = _WHYS[name]
@@ -227,7 +232,9 @@ class ModelFacts:
             return f"it may be that {not_so}: {_HARDLY}", False
         return (answer if isinstance(answer, str) else "" if answer else not_so), True
 
-    def _tried(self, trial: Callable[[trials.Text], Answer]) -> tuple[Answer, BaseException | None]:
+    def _tried(
+        self, trial: Callable[[trials.Text], Answer], mode: AbstractContextManager[object] | None = None
+    ) -> tuple[Answer, BaseException | None]:
         device, windows = prompt_device(self._model).type, _other_windows(self._model.config)
         try:
             with (
@@ -236,6 +243,7 @@ class ModelFacts:
                 torch.autocast(device, enabled=False),
                 trials.small_windows(self._model),
                 self._ranks.together(),
+                mode or nullcontext(),
             ):
                 return trial(trials.Text(self._runner, max(windows, default=0))), None
         finally:

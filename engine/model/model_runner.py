@@ -147,7 +147,7 @@ class ModelRunner:
 
     def can_be_joined(self) -> bool | str | None:
         """The trial of joined steps: see `engine.model.joined_step`."""
-        read, feed = self._feed_with(ForwardOptions(prefill=True)), self._feed_with(_NO_OPTIONS)
+        read, feed = (self._feed_with(ForwardOptions(prefill, compiled=False)) for prefill in (True, False))
         return can_be_joined(self.model, read, feed)
 
     def _feed_with(self, options: ForwardOptions) -> Feed:
