@@ -1,5 +1,7 @@
 """What is so of a model is tried: the text of every row is that of the row alone, or the call is refused."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -239,6 +241,35 @@ def test_what_was_tried_once_is_not_tried_again(llama, tried):
     changed.register_forward_hook(lambda *_: None)
     assert engine.Generator(changed).facts.why_not_cut is None
     assert len(tried) == 3
+
+
+FACTS = ("several", "cut", "padded", "in_cache", "reordered", "joined")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("llama", "jamba") else pytest.mark.slow) for name in EVERY],
+)
+def test_in_half_precision_the_answers_are_those_in_float32(name, dtype, tmp_path, monkeypatch):
+    """There rounding hides what a trial looks for, the more so the deeper the model."""
+    monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
+    model = made(name)
+    facts = [engine.Generator(each).facts for each in (model, copy.deepcopy(model).to(dtype))]
+    answers, in_half = ({fact: getattr(of, f"why_not_{fact}") for fact in FACTS} for of in facts)
+    assert in_half == answers
+
+
+def test_prompts_of_a_deep_model_in_half_precision_are_computed_together():
+    class_name, options = ARCHITECTURES["llama"]
+    model = randomised(class_name, options | {"num_hidden_layers": 12}).bfloat16()
+    generator = engine.Generator(model)
+    with generator.batch() as batch:
+        requests = [batch.submit(ids_of(tokens, tokens), max_new_tokens=4) for tokens in (5, 9)]
+        texts = [request.result().tokens[0] for request in requests]
+    assert batch.counts.steps > 0
+    assert batch.counts.why_alone == set()
+    assert all(map(len, texts))
 
 
 def test_a_file_that_says_nothing_is_not_believed(llama, tried, tmp_path):
