@@ -253,12 +253,12 @@ FACTS = ("several", "cut", "padded", "in_cache", "reordered", "joined")
 )
 def test_in_half_precision_the_answers_are_those_in_float32(name, dtype, tmp_path, monkeypatch):
     """There rounding hides what a trial looks for, the more so the deeper the model."""
-    if name == "inkling2":
-        pytest.skip("transformers multiplies it with float32")
     monkeypatch.setenv("KVENGINE_CACHE", str(tmp_path))
-    model = made(name)
-    facts = [engine.Generator(each).facts for each in (model, copy.deepcopy(model).to(dtype))]
+    model, half = made(name), copy.deepcopy(made(name)).to(dtype)
+    facts = [engine.Generator(each).facts for each in (model, half)]
     answers, in_half = ({fact: getattr(of, f"why_not_{fact}") for fact in FACTS} for of in facts)
+    if any("same dtype" in reason for reason in in_half.values() if reason is not None):
+        pytest.skip("transformers does not compute it in 16 bits")
     assert in_half == answers
 
 
