@@ -60,7 +60,7 @@ class QuantizedCacheConfig(PlacedCacheConfig):
     residual_length: the number of most recent tokens in full precision.
     compute_dtype: the data type of scales and of the arithmetic of decoding; None is the model's.
     fused: whether attention multiplies with the packed codes, in kernels of the package. None:
-        where there are kernels, which is the fastest: in float32 on a CPU, but for 3 bits and fp8. True: refuse the
+        where there are kernels, which is the fastest: on a CPU, but for 3 bits, fp8 and float64. True: refuse the
         rest. Queries and attention weights are rounded to 16 bits, 256 times finer than codes of 8 bits. False:
         codes are unpacked first.
     residency: "device": the codes are on the device; "host": in host memory; "disk": in a temporary file in `folder`.
