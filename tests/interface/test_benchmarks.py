@@ -130,6 +130,18 @@ def test_decode_and_its_plot(tmp_path):
 
 
 @pytest.mark.slow
+def test_decode_in_half_precision(tmp_path):
+    found = run(
+        "decode.py", tmp_path / "decode.json", "--model tiny --dtype bfloat16 --prompts 16,32 --runs 1 --no-compiled"
+    )
+    assert found["dtype"] == "bfloat16"
+    for case in found["cases"]:
+        assert case["engines_ms"].keys() == case["first_token_ms"].keys()
+        assert all(taken["least"] > 0 for taken in case["first_token_ms"].values())
+        assert not any("weights" in name for name in case["engines_ms"])
+
+
+@pytest.mark.slow
 def test_branching_and_its_plot(tmp_path):
     found = run("branching.py", tmp_path / "branching.json", "--model tiny --quick --runs 1 --no-compiled")
     assert list(found["curve"]) == ["1", "2", "4", "8", "16", "32", "64"]
