@@ -25,7 +25,7 @@ __all__ = [
     "COMPILED_MARK", "DisableTorchFunctionSubclass", "KeepsDataTypes", "TorchDispatchMode", "TreeSpec",
     "always_writable", "buffers_of", "compile_package", "compiled_graphs", "discard_compiled", "graph_errors",
     "has_onednn", "hooks_of", "inside_compiled", "load_package", "make_wrapper_subclass", "module_call_code",
-    "onednn_linear", "parameters_of", "parts_of", "set_grad_enabled", "state_without_hooks", "storage_key",
+    "onednn_linear", "parameters_of", "parts_of", "schema_of", "set_grad_enabled", "state_without_hooks", "storage_key",
     "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten", "write_count",
 ]  # fmt: skip
 
@@ -47,6 +47,9 @@ always_writable: Callable[[], AbstractContextManager[None]] = partial(torch._C._
 C code: where Ctrl-C stops `torch.inference_mode` as it ends, the state of its beginning comes back much later, when the
 traceback is freed, and derivatives stay off.
 """
+
+schema_of: Callable[[Any], torch.FunctionSchema] = attrgetter("_schema")
+"""Of an operator: the arguments that it writes to, or of which it returns views, have an `alias_info`."""
 
 write_count: Callable[[torch.Tensor], int] = attrgetter("_version")
 """How often a tensor was written in place. Raises `RuntimeError` for one made in inference mode."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from caches.attention.dispatch import HALF_PRECISION
+from caches.platform.torch_api import TorchDispatchMode, schema_of, tree_map
 
 _WITHOUT_SUMS = (torch.ops.aten.embedding.default,)  # a whole table would be widened for a few rows
 # These compare data types before operators are called.
@@ -40,12 +39,12 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        options, arguments = dict(kwargs or {}), func._schema.arguments
+        options, schema = dict(kwargs or {}), schema_of(func)
         if func in _WITHOUT_SUMS:
             return func(*args, **options)
-        if not any(argument.alias_info is not None for argument in arguments):
+        if not any(argument.alias_info is not None for argument in schema.arguments):
             return func(*_widened(args), **_widened(options))
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        if schema.is_mutable and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
             args = (args[0], *_with(lambda _: args[0].dtype, args[1:]))
         return func(*args, **options)
 

@@ -23,7 +23,7 @@ BASES = (CacheConfig, configs.PlacedCacheConfig)
 KINDS = [kind for kind in dict.fromkeys(kinds_below(Config)) if kind.__module__.startswith("configs.")]
 KINDS = [kind for kind in KINDS if kind not in BASES]
 CANDIDATES = (77, 0.5, True, False, StaticCacheConfig(max_cache_len=9), "aot_eager", "onednn", "float32", {"0": "cpu"})
-CANDIDATES += ("kivi", "int4", 2, -1, "disk", 777, "slide", ["split"])
+CANDIDATES += ("kivi", "int4", "int8", 2, -1, "disk", 777, "slide", ["split"])
 NEEDS = {
     "folder": {"residency": "disk"},
     "prefix_store_folder": {"prefix_store_bytes": 9},

@@ -269,6 +269,14 @@ def tensors_can_be_written():
     return was_on and not made.is_inference()
 
 
+def schemas_are_found():
+    written, viewed, computed = map(
+        torch_api.schema_of, (torch.ops.aten.add_.Tensor, torch.ops.aten.view.default, torch.ops.aten.add.Tensor)
+    )
+    aliased = [any(each.alias_info is not None for each in of.arguments) for of in (written, viewed, computed)]
+    return (written.is_mutable, viewed.is_mutable) == (True, False) and aliased == [True, True, False]
+
+
 def writes_are_counted():
     tensor = torch.ones(2)
     tensor.add_(1)
@@ -403,6 +411,7 @@ WORK = {
         "onednn_linear": products_are_equal,
         "parameters_of": lambda: torch_api.parameters_of(nn.Linear(1, 1, bias=False)).keys() == {"weight", "bias"},
         "parts_of": parts_are_found,
+        "schema_of": schemas_are_found,
         "set_grad_enabled": gradients_can_be_set,
         "storage_key": storages_are_told_apart,
         "write_count": writes_are_counted,
