@@ -37,6 +37,7 @@ class EngineConfig(Config):
     activations: the inputs of products with such codes. "full": their sums are as exact as in float32; "int8": inputs
         are rounded to 8 bits, with a scale for each 32 of them, which changes the text a little more, and computes 16
         to 256 rows up to twice as fast. For processors with AVX-512 VNNI; with AMX only fewer than 16 rows are rounded.
+        A model keeps it, as it keeps its codes: load it again for "full".
     linears: the matrix product of linear layers on a CPU. "default": torch's own; "onednn", of float32 weights;
         "auto": by the kind of processor and the number of rows, mostly a kernel of this package, where it was built
         when the package was installed; or for float32 weights what `engine linears` has measured on this machine

@@ -32,9 +32,6 @@ _MUCH_IN_HALF = 2**14  # the same in half precision, where torch's takes longer
 FULL_PRECISION = (torch.float32, torch.float64)
 """The data types whose texts do not change with the order of sums."""
 
-HALF_PRECISION = (torch.bfloat16, torch.float16)
-"""The data types in which another order of sums is another text near ties."""
-
 
 def attention(
     query: torch.Tensor,

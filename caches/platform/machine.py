@@ -43,6 +43,7 @@ def processor() -> str:
     return "\n".join(fields[name] for name in _FIELDS if name in fields) or platform.machine()
 
 
+@functools.cache
 def multiplies(dtype: str) -> bool:
     """Whether the processor has instructions that multiply numbers of 16 bits, "bfloat16" or "float16"."""
     return {"bfloat16": "avx512_bf16", "float16": "avx512_fp16"}.get(dtype) in processor().split()

@@ -19,7 +19,10 @@ import torch
 from caches.platform.machine import processor
 from configs import ConfigError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
+"""The data types in which another order of sums is another text near ties."""
+
+DTYPES = (torch.float32, *HALF_PRECISION)
 """The data types of tensors that operators read as numbers."""
 
 _FOLDER = Path(__file__).parent

@@ -18,15 +18,15 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from caches import EngineCache
-from caches.attention.dispatch import HALF_PRECISION
 from caches.layers.model_version import ModelVersion, model_version
 from caches.platform.accelerate_hooks import prompt_device
+from caches.platform.in_full import in_full
 from caches.platform.machine import cache_folder, write_atomically
+from caches.platform.native import HALF_PRECISION
 from caches.platform.out_of_memory import empty_allocators, in_words, is_out_of_memory, recovering
 from caches.platform.transformers_api import attn_implementation
 from caches.protocol import attention_view
 from engine.model import rope_frequencies, trials
-from engine.model.in_full import in_full
 from engine.model.model_lock import turn_of
 from engine.version import __version__
 

@@ -14,9 +14,10 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from transformers.utils import ModelOutput
 
 from caches import EngineCache, UnknownContentError, UnsupportedLayerError, read_specs
-from caches.attention import dispatch
+from caches.attention.dispatch import FULL_PRECISION
 from caches.platform.accelerate_hooks import is_dispatched, prompt_device
 from caches.platform.host_allocator import keep_freed_memory
+from caches.platform.native import HALF_PRECISION
 from caches.platform.torch_api import compiled_graphs, discard_compiled, graph_errors
 from caches.platform.transformers_api import can_compile_fullgraph
 from caches.protocol import attention_view
@@ -74,8 +75,8 @@ class ModelRunner:
         self._table = None if self.ranks.size > 1 else table_for(model, linears)
         self._linears = None if self._table is None else RoutedLinears(model, self._table)
         # In half precision "default" is transformers' text to the last bit.
-        in_half = dispatch.HALF_PRECISION if linears == "auto" and self.ranks.size == 1 else ()
-        self._attention_dtypes = (*dispatch.FULL_PRECISION, *in_half)
+        in_half = HALF_PRECISION if linears == "auto" and self.ranks.size == 1 else ()
+        self._attention_dtypes = (*FULL_PRECISION, *in_half)
         attention_hook.install(self)
         if prompt_device(model).type == "cpu":
             keep_freed_memory()

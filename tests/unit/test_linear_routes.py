@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from caches.platform import machine
 from engine.kernels import linear_backend, linear_measurement, linear_routes
 from engine.kernels.linear_routes import ALL_TORCH
 
@@ -245,7 +244,8 @@ def test_products_of_sixteen_bits(system, flags, capability, kernels, expected, 
     """What was measured is of float32."""
     linear_measurement.fastest([ONE])
     monkeypatch.setattr(linear_routes.sys, "platform", system)
-    monkeypatch.setattr(machine, "processor", lambda: flags)
+    flag = {"bfloat16": "avx512_bf16", "float16": "avx512_fp16"}
+    monkeypatch.setattr(linear_routes, "multiplies", lambda dtype: flag[dtype] in flags)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(linear_routes, "routes", lambda: {"kernel": None} if kernels else {})
     assert linear_routes.names_for([ONE, SMALL], dtype=dtype) == {ONE: expected, SMALL: ALL_TORCH}

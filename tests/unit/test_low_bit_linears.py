@@ -581,6 +581,7 @@ def test_inputs_of_eight_bits(weights, compile, tmp_path, monkeypatch):
     found, expected = (one.generate(inputs, **asked) for one in (generator, exact))
     assert 1e-4 < relative(found.logits[0], expected.logits[0]) < 0.1
     assert found.stats.compiled.startswith("2 layers" if compile == "auto" else "off")
+    assert "times inputs of 8 bits" in repr(engine.Generator(generator.model)), "the model keeps it"
 
 
 def test_where_inputs_cannot_be_rounded_it_is_refused(monkeypatch):

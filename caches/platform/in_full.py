@@ -1,4 +1,4 @@
-"""Trials in float32 of a model in 16 bits, whose rounding hides what they look for. The weights are not copied."""
+"""Float32 in place of 16 bits, for trials of a model whose rounding hides what they look for. Weights are not copied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from caches.attention.dispatch import HALF_PRECISION
+from caches.platform.native import HALF_PRECISION
 from caches.platform.torch_api import TorchDispatchMode, schema_of, tree_map
 
 _WITHOUT_SUMS = (torch.ops.aten.embedding.default,)  # a whole table would be widened for a few rows
@@ -29,7 +29,7 @@ def in_full() -> Iterator[None]:
 
 class _Functions(TorchFunctionMode):
     def __torch_function__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         options = dict(kwargs or {})
         return func(*_widened(args), **_widened(options)) if func in _CHECKED else func(*args, **options)
@@ -37,7 +37,7 @@ class _Functions(TorchFunctionMode):
 
 class _Operators(TorchDispatchMode):
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> Any:
         options, schema = dict(kwargs or {}), schema_of(func)
         if func in _WITHOUT_SUMS:
