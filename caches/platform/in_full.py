@@ -1,4 +1,4 @@
-"""Float32 in place of 16 bits, for trials of a model whose rounding hides what they look for. Weights are not copied."""
+"""Float32 in place of 16 bits, for trials of models whose rounding hides what they look for. Weights are not kept."""
 
 from __future__ import annotations
 
